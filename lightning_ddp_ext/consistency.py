@@ -252,7 +252,7 @@ def value_to_text(value: Any) -> str:
     """Return text without addresses and without the order of a set, which depend on the process."""
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, bool | int | float | timedelta | Enum | torch.dtype):
+    if value is None or isinstance(value, Number | timedelta | Enum | torch.dtype):
         return str(value)
     if isinstance(value, functools.partial):
         return f"partial({', '.join(value_to_text(part) for part in (value.func, value.args, value.keywords))})"

@@ -6,6 +6,7 @@ from itertools import islice, repeat
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
@@ -274,6 +275,15 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
             samples = sum(given) - sum(kept)
             parts.append(f"{samples} sample{'s' if samples > 1 else ''}")
         rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
+
+    def warn_of_growth(self) -> None:
+        """Warn if a loader has more batches than before the first epoch, when the Trainer has asked for the number."""
+        for loader, limit in zip(self._ranked, self.limits or (), strict=False):
+            if loader.lengths is not None and max(loader.lengths) > limit:
+                rank_zero_warn(
+                    f"a loader has {max(loader.lengths)} batches in this epoch, and the Trainer uses {limit:.0f}, the"
+                    " number before the first epoch. Use the Trainer's `reload_dataloaders_every_n_epochs=1`."
+                )
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]

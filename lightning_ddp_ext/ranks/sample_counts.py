@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.containers import is_array, walk
+from lightning_ddp_ext.batches.containers import is_array, values_of
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
 from lightning_ddp_ext.errors import BatchSplitError, WarnOnce
 
 
-def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
+class DrawnSamples(int):
+    """The number of samples that a loader has drawn for a batch, and the number that the batch holds if it shows it."""
+
+    held: int | None = None
+
+
+def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSamples | None:
     """Return the number of samples that a collate function has received, see `iterate_counting`."""
     if not isinstance(samples, list):
         return None  # `__getitems__` of the dataset may return a table or a tuple of columns
@@ -23,12 +29,52 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
     if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
         return None
     # Datasets return None for a broken sample, which the collate function skips.
-    return sum(sample is not None for sample in samples) or None
+    given = [sample for sample in samples if sample is not None]
+    drawn = DrawnSamples(len(given))
+    drawn.held = _count_held(given, batch)
+    return drawn if given else None
+
+
+def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
+    """Return how many of the samples a batch holds, as graphs, by their own arrays, or in stacks of such shapes."""
+    graphs = [part.num_graphs for part in _parts(batch) if isinstance(getattr(part, "num_graphs", None), int)]
+    arrays = [array for array in _arrays(batch) if array.ndim]
+    if graphs or all(array.shape[0] == len(samples) for array in arrays):
+        return graphs[0] if graphs else None
+    of_samples = [_arrays(sample) for sample in samples]
+    held = set(map(id, arrays))
+    if held <= {id(array) for own in of_samples for array in own}:
+        return sum(any(id(array) in held for array in own) for own in of_samples)
+    shapes = {tuple(array.shape) for own in of_samples for array in own}
+    stacked = [
+        (math.prod(shape), size <= len(samples), size)
+        for shape in (tuple(array.shape) for array in arrays if array.ndim > 1)
+        for dim, size in enumerate(shape)
+        if (*shape[:dim], *shape[dim + 1 :]) in shapes
+    ]
+    return max(stacked)[-1] if stacked else None  # of the largest array
+
+
+def _arrays(value: Any) -> list[Any]:
+    """Return the arrays in a value that have a shape."""
+    arrays = filter(is_array, _parts(value))
+    return [one for one in arrays if hasattr(one, "ndim") and not getattr(one, "is_nested", False)]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield a value and the items of its containers; not of lists of numbers or texts, which may be long."""
+    yield value
+    items = values_of(value)
+    if items and not (isinstance(value, list) and {type(items[0]), type(items[-1])} <= {int, float, str}):
+        for item in items:
+            yield from _parts(item)
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
     """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
     known = [count for count in counts if count is not None]
+    if len(counts) == 1:
+        return counts[0]
     return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
 
@@ -52,18 +98,39 @@ class BatchSamples:
     def begin(self, drawn: float | None, batch: Any = None) -> None:
         """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
         self._drawn = None
-        kept = None if drawn is None or batch is None else self.count(batch)
-        self._drawn = drawn
-        if drawn is None or kept is None or kept >= drawn:
+        if drawn is None or batch is None:
+            self._drawn = drawn
             return
-        shapes = [getattr(part, "shape", ()) for part in walk(batch) if is_array(part)]
-        if not shapes or any(drawn not in shape for shape in shapes):  # else samples may be in another dimension
-            self._drawn = kept
-            self._warn(
-                f"the loader has drawn {drawn:g} samples for a batch of {kept:g} samples along `batch_dim="
-                f"{self.batch_dim}`, so that the batch has weight {kept:g}. Ignore this if the collate function drops"
-                " samples on purpose. If samples are in another dimension, set `batch_dim`."
-            )
+        held = getattr(drawn, "held", None)
+        held = self._find_held(drawn, batch) if held is None else min(held, drawn)
+        self._drawn = drawn if held is None else held
+        if held == drawn:
+            return
+        found, remedy = "in which their number cannot be verified", "pass a callable `weight_by` that counts them"
+        if held is not None:
+            found, remedy = f"of {held:g} samples", "ignore this"
+        self._warn(
+            f"the loader has drawn {drawn:g} samples for a batch {found}, so that the batch has weight"
+            f" {self._drawn:g}. If the collate function drops samples on purpose, {remedy}. If samples are in another"
+            f" dimension than {self.batch_dim}, set `batch_dim`."
+        )
+
+    def _find_held(self, drawn: float, batch: Any) -> float | None:
+        """Return the number of samples in a batch of which its loader knows no more; None if some may be missing."""
+        kept = self.count(batch)
+        lists = [part for part in _parts(batch) if isinstance(part, list | tuple) and len(part) == drawn > 0]
+        if any(is_array(part[0]) or values_of(part[0]) for part in lists):
+            return drawn
+        shapes = [tuple(array.shape) for array in _arrays(batch) if array.ndim]
+        if kept is None:
+            rows = [shape[self.batch_dim] for shape in shapes if len(shape) > self.batch_dim]
+            is_clear = drawn in max(shapes, key=math.prod, default=(drawn,)) or max(rows, default=math.inf) > drawn
+            return drawn if is_clear else None
+        # Samples may be in another dimension.
+        has_drawn = [drawn in shape for shape in shapes]
+        if kept >= drawn or (shapes and all(has_drawn)):
+            return drawn
+        return None if any(has_drawn) else kept
 
     def weight(self, batch: Any) -> float:
         """Return the weight of the batch in a mean over ranks: its samples, or nan if they cannot be counted."""

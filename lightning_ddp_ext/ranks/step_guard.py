@@ -2,19 +2,21 @@
 
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_ext.consistency import describe, value_to_text
+from lightning_ddp_ext._compat.torch import are_identical
+from lightning_ddp_ext.consistency import describe, fingerprint, value_to_text
 from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
@@ -43,7 +45,8 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
-        self._places: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._held: list[Tensor] = []  # parameters of all optimizers that are known
+        self._held_places = 0  # hash of their places
         hooks = [
             register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
             for register, method in (
@@ -61,25 +64,34 @@ class StepGuard:
         control.describe_settings = partial(_call, weakref.WeakMethod(self._describe_settings))
 
     def numbers(self, reads_devices: bool = False) -> tuple[int, int]:
-        """Return the steps, and a hash of optimizers and settings; of those on a device if the host may read them."""
+        """Return the steps, and a hash of optimizers, parameters and settings; `reads_devices` if the host may wait."""
         if self.announced is not None:
             return self.steps, self.announced
-        settings = [_plain([group[name] for name in sorted(group)], reads_devices) for _, group in self._groups()]
-        return self.steps, (self.optimizers + zlib.crc32(repr(settings).encode())) % 2**32
+        held = [parameter for optimizer in self.known() for parameter in _parameters(optimizer)]
+        if not are_identical(held, self._held):
+            self._held, self._held_places = held, hash(tuple(self.reducer.places(held)))
+        settings = [_plain([*group.values()], reads_devices) for *_, group in self._groups()]
+        return self.steps, (self.optimizers + self._held_places + zlib.crc32(repr(settings).encode())) % 2**32
 
-    def _describe_settings(self) -> dict[str, object]:
-        """Describe all settings of optimizers, for `compare_setups`."""
-        return {
-            f"setting `{name}` of {title}": _plain(group[name], reads_devices=True)
-            for title, group in self._groups()
-            for name in sorted(group)
-        }
+    def _describe_settings(self) -> Iterator[dict[str, object]]:
+        """Yield descriptions of the optimizers for `compare_setups`: their numbers of groups, then all settings."""
+        optimizers = [(f"optimizer {number} ({type(one).__name__})", one) for number, one in enumerate(self.known())]
+        yield {f"number of parameter groups of {title}": len(one.param_groups) for title, one in optimizers}
+        settings: dict[str, object] = {}
+        held: dict[str, object] = {}
+        for title, parameters, group in self._groups():
+            settings |= {f"setting `{name}` of {title}": _plain(one, reads_devices=True) for name, one in group.items()}
+            shared = [one for one in parameters if self.reducer.places([one]) != [-1]]
+            held |= {f"parameter {self._name(one)} of {title}": "present" for one in shared}
+        yield {**settings, **held}
 
-    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _groups(self) -> Iterator[tuple[str, list[Tensor], dict[Any, Any]]]:
+        """Yield the title, the parameters and the settings of each group, which include the number of parameters."""
         for number, optimizer in enumerate(self.known()):
             for position, group in enumerate(optimizer.param_groups):
                 title = f"parameter group {position} of optimizer {number} ({type(optimizer).__name__})"
-                yield title, {**group, "params": len(group["params"])}
+                settings = {**group, "params": len(group["params"])}
+                yield title, group["params"], {name: settings[name] for name in sorted(settings, key=str)}
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
@@ -125,12 +137,8 @@ class StepGuard:
         self._depths[optimizer] = depth + 1
         if depth:
             return
-        if optimizer not in self._places:
-            own = {id(parameter) for parameter in parameters}
-            places = (place for place, (_, one) in enumerate(self.named_parameters()) if id(one) in own)
-            self._places[optimizer] = next(places, -1)
         self.steps += 1
-        self.optimizers = (self.optimizers + hash((self._places[optimizer],))) % 2**32
+        self.optimizers = (self.optimizers + hash(tuple(self.reducer.places(parameters[:1])))) % 2**32
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
@@ -154,16 +162,26 @@ class StepGuard:
 
 
 _PLAIN = {float, int, bool, type(None)}
+_MOST_LISTED = 64  # elements of a tensor; of a larger one, the fingerprint is compared
 
 
 def _plain(value: Any, reads_devices: bool) -> object:
-    """Return a setting as a value with the same `repr` in every process."""
+    """Return a setting as a value with the same `repr` in every process.
+
+    The host would wait for the values of a tensor on a device, which are read at the end of an epoch only.
+    """
     if isinstance(value, Tensor):
-        is_read = value.numel() == 1 and (reads_devices or value.device.type == "cpu")
-        return value.item() if is_read else describe(value)
+        if value.device.type != "cpu" and not reads_devices:
+            return describe(value)
+        is_listed = value.layout == torch.strided and value.numel() <= _MOST_LISTED
+        value = value.tolist() if is_listed else f"{describe(value)} with fingerprint {fingerprint(value):x}"
+    elif isinstance(value, numpy.ndarray | numpy.generic):
+        value = value.tolist()
+    elif isinstance(value, Mapping):
+        value = list(value.items())
     if isinstance(value, list | tuple):
         return [part if type(part) in _PLAIN else _plain(part, reads_devices) for part in value]
-    return value_to_text(value)
+    return value if type(value) in _PLAIN else value_to_text(value)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -29,7 +29,8 @@ from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.control import compare_steps
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
-_PASSES = 1000  # more than there are synchronised backward passes in a batch
+# More than a batch has synchronised backward passes. Positions are sent as float64, exact for 2 ** 33 batches.
+_PASSES = 2**20
 _COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
 _NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses
 
@@ -76,7 +77,7 @@ class RankSteps(ABC):
         self.gradient.begin(batch, self.participation.active)
         with self.gradient.watch_collectives():
             output = self.run_step(run, self.gradient.log_weight)
-        return self.gradient.skip() if output is None and self.module.automatic_optimization else output
+        return self.gradient.skipped_loss() if output is None and self.module.automatic_optimization else output
 
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Return the output of `validation_step` or `test_step`, which `run` calls."""
@@ -215,10 +216,10 @@ class RankGradient:
 
     def _note_collective(self, group: dist.ProcessGroup, name: str) -> None:
         if name.startswith(_COMBINING) and group is not self.reducer.process_group:
-            callers = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in walk_stack(None)]
+            reduce = type(self._trainer.strategy).reduce.__code__  # serves logged values
             self._communicates |= not any(
-                module.startswith(_NO_LOSS) or (function == "reduce" and module.startswith("lightning_ddp_ext"))
-                for module, function in callers  # `reduce` serves logged values
+                frame.f_code is reduce or str(frame.f_globals.get("__name__")).startswith(_NO_LOSS)
+                for frame, _ in walk_stack(None)
             )
 
     def _note_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -254,7 +255,7 @@ class RankGradient:
             self._is_added = True
             self.window.add(self.weight)
 
-    def skip(self) -> Tensor:
+    def skipped_loss(self) -> Tensor:
         """Give the gradient no weight, because `training_step` has returned None; return a loss of zero instead.
 
         Lightning rejects None on several ranks, and would skip the backward pass, for which the other ranks wait.

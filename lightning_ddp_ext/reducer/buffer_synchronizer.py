@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -106,8 +107,8 @@ def average_buffers(
     """Overwrite real and complex tensors with the weighted mean over ranks, and others with the source's values.
 
     One message per device has the values in double precision, or on the CPU if the device lacks it. A value that is
-    equal on all ranks is therefore unchanged in types of up to 32 bits: its sum, divided by the total weight, is
-    rounded to it.
+    equal on all ranks stays, bit for bit: the mean is rounded to it in types of up to 32 bits, and in others, the
+    source's value is sent too, and replaces a mean that differs from it by no more than the mean is rounded.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -117,17 +118,25 @@ def average_buffers(
     for (device, dtype), members in kinds.items():
         wire_device = device if widest_float(device) == torch.float64 else torch.device("cpu")
         values = _encode(flatten(members).to(wire_device))
-        factor = weight if _has_mean(dtype) else float(is_source)
+        factors = [weight] * _has_mean(dtype) + [float(is_source)] * (dtype in _DOUBLE or not _has_mean(dtype))
         # A rank without weight may hold nan, and 0 * nan is nan.
-        messages.setdefault(wire_device, []).append(values * factor if factor else torch.zeros_like(values))
+        sent = [values * factor if factor else torch.zeros_like(values) for factor in factors]
+        messages.setdefault(wire_device, []).extend(sent)
     received: dict[torch.device, Iterator[Tensor]] = {}
     for wire_device, parts in messages.items():
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)
         received[wire_device] = iter(torch.split(flat, [part.numel() for part in parts]))
     for (device, dtype), members in kinds.items():
-        encoded = next(received[device] if device in received else received[torch.device("cpu")])
-        overwrite(members, _decode(encoded / total if _has_mean(dtype) else encoded, dtype).to(device))
+        parts = received[device] if device in received else received[torch.device("cpu")]
+        encoded = next(parts) / total if _has_mean(dtype) else next(parts)
+        if dtype in _DOUBLE:
+            source, rounding = next(parts), (dist.get_world_size(group) + 1) * torch.finfo(torch.float64).eps
+            encoded = torch.where((encoded - source).abs() <= rounding * source.abs(), source, encoded)
+        overwrite(members, _decode(encoded, dtype).to(device))
+
+
+_DOUBLE = (torch.float64, torch.complex128)
 
 
 def _has_mean(dtype: torch.dtype) -> bool:
@@ -153,7 +162,7 @@ def _decode(encoded: Tensor, dtype: torch.dtype) -> Tensor:
     return ((high << 32) | low).to(dtype)
 
 
-_LEARNING = 3  # synchronisations in which buffers are compared by value
+_LEARNING = 3  # first synchronisations, or first changes of a buffer, in which values are compared
 _LARGE_BYTES = 2**20
 
 
@@ -172,6 +181,7 @@ class BufferSynchronizer:
         self._seen = TensorVersions([])
         self._values: list[Tensor | None] = []
         self._comparisons = 0
+        self._compared: Counter[int] = Counter()  # synchronisations in which a buffer was compared between ranks
         self._silent: set[int] = set()  # buffers that change silently on this rank
         self._warn = WarnOnce()
         self.settles_itself = True  # else the caller calls `settle` after each batch
@@ -266,13 +276,15 @@ class BufferSynchronizer:
 
     def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
         weight, total, source = self._weights
-        # At first, rank 0 finds means of different values, and the rank behind the source different integers.
-        tells = tells and weight > 0 and self._comparisons < _LEARNING and not self._warn.has_warned
+        # Rank 0 finds means of different values, and the rank behind the source different integers.
+        tells = tells and weight > 0 and not self._warn.has_warned
         own = {
             index: buffer.clone()
             for index, buffer in buffers.items()
-            if tells and index not in self._statistics and self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
+            if tells and index not in self._statistics and self._compared[index] < _LEARNING
+            if self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
         }
+        self._compared.update(own.keys())
         small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         large = [buffer for buffer in buffers.values() if buffer.nbytes > _LARGE_BYTES]
         if large:
@@ -314,6 +326,7 @@ class BufferSynchronizer:
         self._values, self._late = [], {}
         self._seen = TensorVersions([None] * len(self._specs))
         self._comparisons = 0
+        self._compared.clear()
         places = enumerate(self._table.places)
         self._statistics = {index: name for index, (owner, name) in places if isinstance(owner, Normalisation)}
         self._silent = {

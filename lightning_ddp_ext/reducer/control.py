@@ -1,7 +1,7 @@
 """Values that ranks exchange in every synchronisation, and the message that carries them."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ class StepControl:
         describe_position: Function that puts a position into words, for this error.
         optimizer_steps: Number of optimizer steps so far. Different numbers are an error.
         optimizers: Number that depends on the steps and settings of each optimizer. Different numbers are an error.
-        describe_settings: Returns these settings for `compare_setups`; called on every rank if numbers differ.
+        describe_settings: Yields descriptions of them for `compare_setups`; called on every rank if numbers differ.
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
         has_next_batch: 0 if this rank has no batch for the next step; else 1, or a number below 2 ** 53 by which ranks
             compare a batch that they share.
@@ -93,7 +93,7 @@ class StepControl:
     describe_position: Callable[[int], str] = "`control.position={}`".format
     optimizer_steps: int = 0
     optimizers: int = 0
-    describe_settings: Callable[[], Mapping[str, object]] = dict
+    describe_settings: Callable[[], Iterable[Mapping[str, object]]] = tuple
     stop: int = 0
     has_next_batch: int = 0
     logged_keys: int = 0
@@ -210,7 +210,8 @@ def compare_steps(group: dist.ProcessGroup, of_ranks: Sequence[Sequence[float]],
     if len(set(steps)) > 1:
         made += f", others {_others(steps, int(steps[rank]))}"
     else:
-        compare_setups(control.describe_settings(), group)  # every rank calls it, as all have the same numbers
+        for description in control.describe_settings():  # on every rank, as all have the same numbers
+            compare_setups(description, group)
         made += ", as many as others, but not with the same optimizers"
     raise RanksOutOfStepError(
         f"rank {rank} has made {made}. Call `step` on all ranks or on none: decide by a value that is the same on every"

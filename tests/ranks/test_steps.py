@@ -2,9 +2,11 @@
 
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,9 @@ class RecordingReducer:
 
     def unmanaged_parameters(self, parameters):
         return []
+
+    def places(self, parameters):
+        return [parameter.dim() for parameter in parameters]  # enough for a weight and a bias
 
     def unsynchronized_parameters(self):
         return []
@@ -205,7 +210,7 @@ def test_a_skipped_batch_and_a_rank_without_data_have_no_weight(make_gradient, i
     else:
         gradient.begin(None, ACTIVE)
         with pytest.warns(UserWarning, match="returned None on rank 0"):
-            assert gradient.skip().requires_grad
+            assert gradient.skipped_loss().requires_grad
         assert (gradient.log_weight, gradient.weight) == (1.0, 0.0)  # logged values keep their weight
     gradient.weigh(torch.tensor(1.0))
     with gradient.synchronize():
@@ -261,6 +266,56 @@ def test_a_step_of_a_subclass_counts_once_and_steps_of_other_optimizers_differ(m
     assert steps_of(0, 1, 0)[0] == 3
     assert steps_of(0, 1, 0) == steps_of(1, 0, 0)
     assert steps_of(0, 1, 0) != steps_of(0, 1, 1)
+
+
+class Opaque:
+    """A setting without a value to compare."""
+
+
+SETTINGS = {
+    "float": lambda value: value,
+    "numpy's numbers": lambda value: (np.float32(value), np.float16(value), np.longdouble(value)),
+    "array": lambda value: np.array([0.5, value]),
+    "array of objects": lambda value: np.array([Opaque(), value]),
+    "tensor": lambda value: torch.tensor(value),
+    "tensor of elements": lambda value: torch.tensor([[0.5, value]]),
+    "large tensor": lambda value: torch.full((1000,), value),
+    "sparse tensor": lambda value: torch.tensor([0.0, value]).to_sparse(),
+    "nested": lambda value: {"a": [torch.tensor([value]), {"b": (np.float32(value), Opaque())}]},
+    "complex": lambda value: complex(0, value),
+    "fraction": lambda value: Fraction(value),
+}
+
+
+@pytest.mark.parametrize("make", SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_optimizers_are_compared_by_value_in_whatever_they_are_held(make_gradient, make):
+    guard = make_gradient()[0].guard
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    guard.known().append(optimizer)
+
+    def numbers(value):
+        optimizer.param_groups[0][7] = make(value)  # a name may be of any type
+        *_, description = guard._describe_settings()
+        assert "setting `7` of parameter group 0 of optimizer 0 (SGD)" in description
+        return guard.numbers(), description
+
+    first, again, other = numbers(0.25), numbers(0.25), numbers(0.75)
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+
+
+def test_optimizers_of_other_parameters_or_in_another_order_differ(make_gradient):
+    gradient, _ = make_gradient()
+    weight, bias = gradient._module.layer.parameters()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    gradient.guard.known().append(optimizer)
+    found = []
+    for parameters in ([weight], [bias], [weight, bias], [bias, weight], [weight]):
+        optimizer.param_groups[0]["params"][:] = parameters
+        found.append(gradient.guard.numbers())
+    assert found[0] == found[-1]
+    assert len(set(found)) == 4
 
 
 @pytest.fixture
