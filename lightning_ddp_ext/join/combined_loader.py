@@ -14,12 +14,7 @@ from lightning_ddp_ext._compat.lightning_loaders import combination_mode, has_ex
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.distributed.exchange import gather_known
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.lockstep_loader import (
-    HasNextBatch,
-    LockstepLoader,
-    UnevenInputs,
-    number_of_steps,
-)
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
@@ -51,6 +46,7 @@ class RankedLoader:
         lengths, samples, batch_sizes, exact = alone if group is None else gather_known(known, group)
         is_exact = lengths is not None and exact is not None
         self.__dict__.update(lengths=lengths, samples=samples, batch_sizes=batch_sizes, is_exact=is_exact)
+        self.__dict__.setdefault("first_lengths", lengths)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -210,6 +206,11 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         for loader in self.flattened:
             if type(loader) is RankedLoader:
                 loader.exchange(self._group)
+                if self._rng is not None and max(loader.lengths or [0]) > max(loader.first_lengths or [_UNLIMITED]):
+                    rank_zero_warn(
+                        f"a loader has {max(loader.lengths)} batches now, and had {max(loader.first_lengths)} when the"
+                        " Trainer asked, which uses no more. Pass it `reload_dataloaders_every_n_epochs=1`."
+                    )
 
     @override
     def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
@@ -275,15 +276,6 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
             samples = sum(given) - sum(kept)
             parts.append(f"{samples} sample{'s' if samples > 1 else ''}")
         rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
-
-    def warn_of_growth(self) -> None:
-        """Warn if a loader has more batches than before the first epoch, when the Trainer has asked for the number."""
-        for loader, limit in zip(self._ranked, self.limits or (), strict=False):
-            if loader.lengths is not None and max(loader.lengths) > limit:
-                rank_zero_warn(
-                    f"a loader has {max(loader.lengths)} batches in this epoch, and the Trainer uses {limit:.0f}, the"
-                    " number before the first epoch. Use the Trainer's `reload_dataloaders_every_n_epochs=1`."
-                )
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]

@@ -17,12 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
-from lightning_ddp_ext._compat.lightning_loops import (
-    leaves_out_backward,
-    watch_logging,
-    without_batch_hooks,
-)
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging, without_batch_hooks
 from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.distributed.exchange import StoreMailbox, destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -275,10 +270,6 @@ class LockstepSteps(RankSteps):
     @override
     def end_epoch(self) -> None:
         super().end_epoch()
-        combined = active_combined_loader(self.trainer)
-        is_whole = self.trainer.training and self.trainer.limit_train_batches == 1.0
-        if is_whole and isinstance(combined, LockstepCombinedLoader):
-            combined.warn_of_growth()
         if self.logged.end_epoch():
             self._messages.forget()  # every rank has read them
 

@@ -97,40 +97,31 @@ class BatchSamples:
 
     def begin(self, drawn: float | None, batch: Any = None) -> None:
         """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
-        self._drawn = None
-        if drawn is None or batch is None:
-            self._drawn = drawn
-            return
-        held = getattr(drawn, "held", None)
-        held = self._find_held(drawn, batch) if held is None else min(held, drawn)
+        self._drawn, held = None, drawn
+        if drawn is not None and batch is not None:
+            held = getattr(drawn, "held", None)
+            held = self._find_held(drawn, batch) if held is None else min(held, drawn)
         self._drawn = drawn if held is None else held
-        if held == drawn:
-            return
-        found, remedy = "in which their number cannot be verified", "pass a callable `weight_by` that counts them"
-        if held is not None:
-            found, remedy = f"of {held:g} samples", "ignore this"
-        self._warn(
-            f"the loader has drawn {drawn:g} samples for a batch {found}, so that the batch has weight"
-            f" {self._drawn:g}. If the collate function drops samples on purpose, {remedy}. If samples are in another"
-            f" dimension than {self.batch_dim}, set `batch_dim`."
-        )
+        if drawn is not None and held != drawn:
+            number = "an unknown number of" if held is None else f"{held:g}"
+            self._warn(
+                f"the loader has drawn {drawn:g} samples for a batch of {number} samples, so that the batch has weight"
+                f" {self._drawn:g}. Ignore this if that is right. Otherwise pass a callable `weight_by` that counts"
+                f" samples, or set `batch_dim` if they are not in dimension {self.batch_dim}."
+            )
 
     def _find_held(self, drawn: float, batch: Any) -> float | None:
         """Return the number of samples in a batch of which its loader knows no more; None if some may be missing."""
         kept = self.count(batch)
         lists = [part for part in _parts(batch) if isinstance(part, list | tuple) and len(part) == drawn > 0]
-        if any(is_array(part[0]) or values_of(part[0]) for part in lists):
-            return drawn
         shapes = [tuple(array.shape) for array in _arrays(batch) if array.ndim]
+        is_list = any(is_array(part[0]) or values_of(part[0]) for part in lists)
+        if is_list or drawn in max(shapes, key=math.prod, default=()):  # samples may be in another dimension
+            return drawn
         if kept is None:
             rows = [shape[self.batch_dim] for shape in shapes if len(shape) > self.batch_dim]
-            is_clear = drawn in max(shapes, key=math.prod, default=(drawn,)) or max(rows, default=math.inf) > drawn
-            return drawn if is_clear else None
-        # Samples may be in another dimension.
-        has_drawn = [drawn in shape for shape in shapes]
-        if kept >= drawn or (shapes and all(has_drawn)):
-            return drawn
-        return None if any(has_drawn) else kept
+            return None if max(rows, default=math.inf) <= drawn else drawn
+        return min(kept, drawn)
 
     def weight(self, batch: Any) -> float:
         """Return the weight of the batch in a mean over ranks: its samples, or nan if they cannot be counted."""

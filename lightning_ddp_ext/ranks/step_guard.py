@@ -3,6 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_ext._compat.torch import are_identical
 from lightning_ddp_ext.consistency import describe, fingerprint, value_to_text
@@ -47,14 +47,12 @@ class StepGuard:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
         self._held: list[Tensor] = []  # parameters of all optimizers that are known
         self._held_places = 0  # hash of their places
-        hooks = [
-            register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
-            for register, method in (
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._after_step),
-            )
-        ]
-        self.close = weakref.finalize(self, _remove, hooks)
+        # The hooks must not keep the module alive.
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        hooks = ExitStack()
+        hooks.callback(register_optimizer_step_pre_hook(partial(_call, before)).remove)
+        hooks.callback(register_optimizer_step_post_hook(partial(_call, after)).remove)
+        self.close = weakref.finalize(self, hooks.close)
 
     def send_steps(self) -> None:
         """Send the steps of this rank, and the settings of its optimizers, with the next synchronisation."""
@@ -77,13 +75,11 @@ class StepGuard:
         """Yield descriptions of the optimizers for `compare_setups`: their numbers of groups, then all settings."""
         optimizers = [(f"optimizer {number} ({type(one).__name__})", one) for number, one in enumerate(self.known())]
         yield {f"number of parameter groups of {title}": len(one.param_groups) for title, one in optimizers}
-        settings: dict[str, object] = {}
-        held: dict[str, object] = {}
+        found: dict[str, object] = {}
         for title, parameters, group in self._groups():
-            settings |= {f"setting `{name}` of {title}": _plain(one, reads_devices=True) for name, one in group.items()}
-            shared = [one for one in parameters if self.reducer.places([one]) != [-1]]
-            held |= {f"parameter {self._name(one)} of {title}": "present" for one in shared}
-        yield {**settings, **held}
+            found |= {f"setting `{name}` of {title}": _plain(one, reads_devices=True) for name, one in group.items()}
+            found |= {f"parameter {self._name(one)} of {title}": "present" for one in parameters}
+        yield found
 
     def _groups(self) -> Iterator[tuple[str, list[Tensor], dict[Any, Any]]]:
         """Yield the title, the parameters and the settings of each group, which include the number of parameters."""
@@ -182,11 +178,6 @@ def _plain(value: Any, reads_devices: bool) -> object:
     if isinstance(value, list | tuple):
         return [part if type(part) in _PLAIN else _plain(part, reads_devices) for part in value]
     return value if type(value) in _PLAIN else value_to_text(value)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _call(method: "weakref.WeakMethod[Any]", *args: Any) -> Any:

@@ -128,10 +128,10 @@ def average_buffers(
         dist.all_reduce(flat, group=group)
         received[wire_device] = iter(torch.split(flat, [part.numel() for part in parts]))
     for (device, dtype), members in kinds.items():
-        parts = received[device] if device in received else received[torch.device("cpu")]
-        encoded = next(parts) / total if _has_mean(dtype) else next(parts)
+        arrived = received[device] if device in received else received[torch.device("cpu")]
+        encoded = next(arrived) / total if _has_mean(dtype) else next(arrived)
         if dtype in _DOUBLE:
-            source, rounding = next(parts), (dist.get_world_size(group) + 1) * torch.finfo(torch.float64).eps
+            source, rounding = next(arrived), (dist.get_world_size(group) + 1) * torch.finfo(torch.float64).eps
             encoded = torch.where((encoded - source).abs() <= rounding * source.abs(), source, encoded)
         overwrite(members, _decode(encoded, dtype).to(device))
 

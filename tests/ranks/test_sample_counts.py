@@ -288,7 +288,7 @@ def test_numbers_of_samples_reach_the_batch_from_workers():
 
 
 PAIR = torch.zeros(3, 5), torch.zeros(3)
-UNCLEAR = "in which their number cannot be verified"
+UNCLEAR = "of an unknown number of samples"
 
 
 @pytest.mark.parametrize(
@@ -303,16 +303,17 @@ UNCLEAR = "in which their number cannot be verified"
         (PAIR, 0, 2.0, 2.0),  # several rows for a sample
         ((torch.zeros(3, 4, 5), torch.zeros(3, 4)), 0, 4.0, 4.0),  # three points in time
         ((torch.zeros(3, 4, 5), torch.zeros(4)), 0, 4.0, 4.0),
+        ((torch.zeros(3, 4, 5), torch.zeros(3)), 0, 4.0, 4.0),  # and positions, or a mask
+        ((torch.zeros(3, 4, 5), torch.zeros(3, 3)), 0, 4.0, 4.0),
+        ((torch.zeros(3, 4, 5), torch.zeros(3, 3)), 1, 4.0, 4.0),
+        ((torch.zeros(3, 5), torch.zeros(3, 4)), 0, 4.0, 3.0),
         ([torch.zeros(3, 5)] * 4, 0, 4.0, 4.0),  # a list of samples
         ([torch.zeros(3, 5), torch.zeros(2, 5), torch.zeros(7, 5)], 0, 4.0, 4.0),
         ((torch.zeros(4, 5), torch.zeros(2)), 0, 4.0, 4.0),  # a constant
         (PAIR, 0, None, 3.0),
-        # Samples of other shapes, or in another dimension.
+        # Samples of other shapes.
         ((torch.zeros(3, 5), torch.zeros(2)), 0, 4.0, UNCLEAR),
         ((torch.zeros(3, 5), torch.zeros(4)), 0, 4.0, UNCLEAR),
-        ((torch.zeros(3, 4, 5), torch.zeros(3)), 0, 4.0, UNCLEAR),
-        ((torch.zeros(3, 4, 5), torch.zeros(3, 3)), 0, 4.0, UNCLEAR),
-        ((torch.zeros(3, 4, 5), torch.zeros(3, 3)), 1, 4.0, 4.0),
     ],
 )
 def test_a_batch_that_is_smaller_than_drawn_decides_unless_samples_may_be_in_another_dimension(

@@ -222,7 +222,7 @@ def a_stream_that_grows_is_used_whole_or_warned_of(folder: str) -> None:
         def on_train_epoch_end(self) -> None:
             data.dataset.items, data.dataset.length = (items, len(items)) if RANK else (items[:4], 4)
 
-    for options, said in ({}, 1), ({"reload_dataloaders_every_n_epochs": 1}, 0), ({"limit_train_batches": 2}, 0):
+    for options in ({}, {"reload_dataloaders_every_n_epochs": 1}):
         data = stream(6, 6, missing=0)
         items = data.dataset.items
         data.dataset.items, data.dataset.length = items[:4], 4
@@ -230,9 +230,9 @@ def a_stream_that_grows_is_used_whole_or_warned_of(folder: str) -> None:
         with mock.patch.object(combined_loader, "rank_zero_warn") as warn:
             _, trace = fit(module, data, max_epochs=2, **options)
         assert_identical(trace.digests)
-        assert len(trace.digests) == 4 + ("reload_dataloaders_every_n_epochs" in options)
-        assert warn.call_count == said, options
-        assert not said or "a loader has 3 batches in this epoch, and the Trainer uses 2" in warn.call_args.args[0]
+        assert len(trace.digests) == 4 + len(options)
+        assert warn.called != bool(options)
+        assert options or "a loader has 3 batches now, and had 2 when the Trainer asked" in warn.call_args.args[0]
 
 
 def an_interrupted_epoch_continues_bit_for_bit(folder: str) -> None:
