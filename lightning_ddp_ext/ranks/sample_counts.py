@@ -30,16 +30,21 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSample
         return None
     # Datasets return None for a broken sample, which the collate function skips.
     given = [sample for sample in samples if sample is not None]
+    if not given:
+        return None
     drawn = DrawnSamples(len(given))
     drawn.held = _count_held(given, batch)
-    return drawn if given else None
+    return drawn
 
 
 def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
     """Return how many of the samples a batch holds, as graphs, by their own arrays, or in stacks of such shapes."""
     graphs = [part.num_graphs for part in _parts(batch) if isinstance(getattr(part, "num_graphs", None), int)]
     arrays = [array for array in _arrays(batch) if array.ndim]
-    if graphs or all(array.shape[0] == len(samples) for array in arrays):
+    is_stacked = max((one.ndim for one in arrays), default=0) > max(
+        (one.ndim for one in _arrays(samples[0])), default=0
+    )
+    if graphs or not arrays or (is_stacked and all(array.shape[0] == len(samples) for array in arrays)):
         return graphs[0] if graphs else None
     of_samples = [_arrays(sample) for sample in samples]
     held = set(map(id, arrays))

@@ -228,6 +228,7 @@ COLLATED = {
     "as many features as drawn": (SQUARE, stack),
     "in another dimension": (EIGHT, lambda rows: stack(rows)[0].T.contiguous()),
     "a list of samples": (EIGHT, list),
+    "a list of samples with as many features as drawn": (SQUARE, list),
     "a tuple of mappings": ([{"x": x, "y": y} for x, y in EIGHT], tuple),
     "tensors of different lengths": (RAGGED, lambda rows: [x for x, _ in rows]),
     "images of one channel count": (IMAGES, lambda rows: [x for x, _ in rows]),

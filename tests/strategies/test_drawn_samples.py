@@ -40,7 +40,7 @@ class Transposed(Classifier):
     """Takes batches of transposed features."""
 
     def loss(self, batch: Any) -> Tensor:
-        features, labels = collate(batch) if isinstance(batch, list) else batch  # or a list of samples
+        features, labels = batch if isinstance(batch[0], Tensor) else collate(batch)  # of a list of samples
         return super().loss((features.T, labels[0]))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
