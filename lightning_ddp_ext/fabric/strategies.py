@@ -265,13 +265,10 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
             return 0.0
-        samples: float | None = 1.0
-        if self._rule.is_by_samples:
-            self._samples.begin(fetched.samples, batch)
-            samples = self._samples.count(batch)
-        if samples is None:
-            raise ValueError(f"rank {self.global_rank}: {self._samples.describe_problem()}")
-        return self._rule.weigh(batch, samples)
+        if not self._rule.is_by_samples:
+            return self._rule.weigh(batch, 1.0)
+        self._samples.begin(fetched.samples, batch)
+        return self._rule.weigh(batch, self._samples.require(batch, self.global_rank))
 
     @property
     def batch_weight(self) -> float | None:

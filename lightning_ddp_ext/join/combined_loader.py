@@ -164,6 +164,9 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
         is_between = not self._position or has_ended or (length is not None and steps >= length)
         return None if is_between else steps
 
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
+
 
 class LockstepCombinedLoader(SteppedCombinedLoader):
     """A `CombinedLoader` in which each rank has batches of its own.
@@ -276,9 +279,6 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
             samples = sum(given) - sum(kept)
             parts.append(f"{samples} sample{'s' if samples > 1 else ''}")
         rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
-
-    def _state_dicts(self) -> list[dict[str, Any]]:
-        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         state = state_with_position(states)

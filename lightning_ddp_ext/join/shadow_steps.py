@@ -30,7 +30,7 @@ from lightning_ddp_ext.join.step_mirror import StepMirror
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
+from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, Reduce, zero_loss
 from lightning_ddp_ext.resume.resumable_loader import ResumableRng
 
 
@@ -260,9 +260,7 @@ class LockstepSteps(RankSteps):
         return True
 
     @override
-    def reduce(
-        self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
-    ) -> Tensor:
+    def reduce(self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Reduce) -> Tensor:
         if group is not None or not isinstance(reduce_op, str):
             return reduce(tensor, group or self.active_group, reduce_op)
         return self.logged.reduce(tensor, reduce_op, lambda value: reduce(value, self.active_group, reduce_op))

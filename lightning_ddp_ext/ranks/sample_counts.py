@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.containers import is_array, values_of
+from lightning_ddp_ext.batches.containers import is_array, values_of, walk
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
 from lightning_ddp_ext.errors import BatchSplitError, WarnOnce
 
@@ -30,21 +30,17 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSample
         return None
     # Datasets return None for a broken sample, which the collate function skips.
     given = [sample for sample in samples if sample is not None]
-    if not given:
-        return None
     drawn = DrawnSamples(len(given))
-    drawn.held = _count_held(given, batch)
-    return drawn
+    drawn.held = _count_held(given, batch) if given else None
+    return drawn or None
 
 
 def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
     """Return how many of the samples a batch holds, as graphs, by their own arrays, or in stacks of such shapes."""
-    graphs = [part.num_graphs for part in _parts(batch) if isinstance(getattr(part, "num_graphs", None), int)]
+    graphs = [part.num_graphs for part in walk(batch) if isinstance(getattr(part, "num_graphs", None), int)]
     arrays = [array for array in _arrays(batch) if array.ndim]
-    is_stacked = max((one.ndim for one in arrays), default=0) > max(
-        (one.ndim for one in _arrays(samples[0])), default=0
-    )
-    if graphs or not arrays or (is_stacked and all(array.shape[0] == len(samples) for array in arrays)):
+    depth, of_sample = (max((one.ndim for one in _arrays(value)), default=0) for value in (batch, samples[0]))
+    if graphs or not arrays or (depth > of_sample and all(array.shape[0] == len(samples) for array in arrays)):
         return graphs[0] if graphs else None
     of_samples = [_arrays(sample) for sample in samples]
     held = set(map(id, arrays))
@@ -62,17 +58,8 @@ def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
 
 def _arrays(value: Any) -> list[Any]:
     """Return the arrays in a value that have a shape."""
-    arrays = filter(is_array, _parts(value))
+    arrays = filter(is_array, walk(value))
     return [one for one in arrays if hasattr(one, "ndim") and not getattr(one, "is_nested", False)]
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value and the items of its containers; not of lists of numbers or texts, which may be long."""
-    yield value
-    items = values_of(value)
-    if items and not (isinstance(value, list) and {type(items[0]), type(items[-1])} <= {int, float, str}):
-        for item in items:
-            yield from _parts(item)
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
@@ -92,13 +79,15 @@ class BatchSamples:
         self._drawn: float | None = None
         self._warn = WarnOnce()
 
-    def describe_problem(self) -> str:
-        """Return a message that the last batch has no count, with the remedy."""
-        return (
-            f'`weight_by="samples"` needs numbers of samples, and those of a batch cannot be counted: {self.problem}'
-            " Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a list of samples, or"
-            ' `weight_by="equal"` if batches are equally large on all ranks.'
-        )
+    def require(self, batch: Any, rank: int) -> float:
+        """Return the number of samples in the batch; raise a ValueError if it is unknown."""
+        if (samples := self.count(batch)) is None:
+            raise ValueError(
+                f'rank {rank}: `weight_by="samples"` needs numbers of samples, and those of a batch cannot be counted:'
+                f" {self.problem} Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a"
+                ' list of samples, or `weight_by="equal"` if batches are equally large on all ranks.'
+            )
+        return samples
 
     def begin(self, drawn: float | None, batch: Any = None) -> None:
         """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
@@ -118,7 +107,7 @@ class BatchSamples:
     def _find_held(self, drawn: float, batch: Any) -> float | None:
         """Return the number of samples in a batch of which its loader knows no more; None if some may be missing."""
         kept = self.count(batch)
-        lists = [part for part in _parts(batch) if isinstance(part, list | tuple) and len(part) == drawn > 0]
+        lists = [part for part in walk(batch) if isinstance(part, list | tuple) and len(part) == drawn > 0]
         shapes = [tuple(array.shape) for array in _arrays(batch) if array.ndim]
         is_list = any(is_array(part[0]) or values_of(part[0]) for part in lists)
         if is_list or drawn in max(shapes, key=math.prod, default=()):  # samples may be in another dimension

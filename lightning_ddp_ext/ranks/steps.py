@@ -32,6 +32,7 @@ from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, Gradi
 # More than a batch has synchronised backward passes. Positions are sent as float64, exact for 2 ** 33 batches.
 _PASSES = 2**20
 _COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
+Reduce = Callable[[Tensor, Any, Any], Tensor]  # Lightning's implementation, of a value, a group and an operation
 _NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses
 
 
@@ -112,9 +113,7 @@ class RankSteps(ABC):
         """Run a step of the LightningModule, whose logged values have a weight."""
 
     @abstractmethod
-    def reduce(
-        self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
-    ) -> Tensor:
+    def reduce(self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Reduce) -> Tensor:
         """Reduce a value over ranks, such as a logged one; `reduce` is Lightning's implementation."""
 
 
@@ -138,9 +137,7 @@ class EvenSteps(RankSteps):
             self._weight = None
 
     @override
-    def reduce(
-        self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
-    ) -> Tensor:
+    def reduce(self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Reduce) -> Tensor:
         if reduce_op not in ("mean", "sum", "max", "min") or self._weight is None or not self._is_logging:
             return reduce(tensor, group, reduce_op)
         # Lightning's function begins with a barrier, for which the host would wait.
@@ -199,9 +196,7 @@ class RankGradient:
     def begin(self, batch: Any, active: Sequence[int]) -> None:
         """Weigh a micro-batch before `training_step` is called with it; `active` ranks have a micro-batch."""
         self.begin_without_data(active)
-        samples = self._samples.count(batch) if self._counts_samples else 1.0
-        if samples is None:
-            raise ValueError(f"rank {self._trainer.global_rank}: {self._samples.describe_problem()}")
+        samples = self._samples.require(batch, self._trainer.global_rank) if self._counts_samples else 1.0
         self.log_weight = self.weight = self._rule.weigh(batch, samples)
         if leaves_out_backward(self._trainer):
             self._add()

@@ -97,6 +97,7 @@ class BufferTable:
 
 
 _LOW = 2**32 - 1
+_DOUBLE = (torch.float64, torch.complex128)
 _PIECE_NUMEL = 2**20
 
 
@@ -134,9 +135,6 @@ def average_buffers(
             source, rounding = next(arrived), (dist.get_world_size(group) + 1) * torch.finfo(torch.float64).eps
             encoded = torch.where((encoded - source).abs() <= rounding * source.abs(), source, encoded)
         overwrite(members, _decode(encoded, dtype).to(device))
-
-
-_DOUBLE = (torch.float64, torch.complex128)
 
 
 def _has_mean(dtype: torch.dtype) -> bool:
@@ -178,16 +176,11 @@ class BufferSynchronizer:
         self._table = BufferTable(module)
         self._group = group
         self._rank = dist.get_rank(group)
-        self._seen = TensorVersions([])
-        self._values: list[Tensor | None] = []
-        self._comparisons = 0
-        self._compared: Counter[int] = Counter()  # synchronisations in which a buffer was compared between ranks
-        self._silent: set[int] = set()  # buffers that change silently on this rank
         self._warn = WarnOnce()
         self.settles_itself = True  # else the caller calls `settle` after each batch
+        self._values: list[Tensor | None] = []
         self._late: dict[int, Tensor] = {}  # integers that any rank has changed since `settle`
         self._weights = 1.0, 1.0, 0  # of this rank, of all, and the first rank with data, in the last synchronisation
-        self._structure, self._specs = 0, self._table.specs  # that all ranks have agreed on
         self._accept()
 
     @property
@@ -322,14 +315,14 @@ class BufferSynchronizer:
 
     def _accept(self) -> None:
         """Take over the present buffers, of which none is known to be equal on all ranks."""
-        self._structure, self._specs = self._table.structure, self._table.specs
+        self._structure, self._specs = self._table.structure, self._table.specs  # that all ranks have agreed on
         self._values, self._late = [], {}
         self._seen = TensorVersions([None] * len(self._specs))
         self._comparisons = 0
-        self._compared.clear()
+        self._compared: Counter[int] = Counter()  # synchronisations in which a buffer was compared between ranks
         places = enumerate(self._table.places)
         self._statistics = {index: name for index, (owner, name) in places if isinstance(owner, Normalisation)}
-        self._silent = {
+        self._silent = {  # buffers that change silently on this rank
             index
             for index, name in self._statistics.items()
             if name in ("running_mean", "running_var") and self._specs[index] is not None
