@@ -113,8 +113,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self._chunk_rule = ChunkRule(gpu0_batch_size, split, balance)
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
-        split = None if split is None else list(split)
-        self._share_arguments = {"gpu0_batch_size": gpu0_batch_size, "split": split, "balance": balance, "cost": cost}
+        self.cost = cost
 
     @override
     def setup_environment(self) -> None:
@@ -124,7 +123,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {**super().compared_arguments(), **self._share_arguments}
+        return {**super().compared_arguments(), **self._chunk_rule.given, "cost": self.cost}
 
     @property
     @override

@@ -1,6 +1,6 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`, the base of `balanced_ddp` in `shared_batches.py`."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
@@ -315,7 +315,14 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
                 " is at a batch. Call it inside of such a loop, or set `fabric.strategy.batch_weight` before, such as"
                 " `len(batch)`."
             )
-        self._warn_of_skipped(new)
+        if any(one.has_skipped and not one.has_given_weight for one in new):
+            self._warn(
+                f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
+                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you"
+                " left batches out on purpose. If your loop takes batches ahead of their use, read"
+                " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
+                " `fabric.backward` of the batch."
+            )
         active = range(self.world_size) if self._participation is None else self._participation.active
         factor = self._window.begin_pass(batch, new, active, self._accumulating)
         for one in new:
@@ -342,16 +349,6 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
                 f"rank {self.global_rank}: another rank did not take part in the `fabric.{call}`{of_batch}. The other"
                 f" rank has failed, or has made fewer calls. Look for its error; if there is none, {self.remedy}."
             ) from error
-
-    def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
-        if any(one.has_skipped and not one.has_given_weight for one in new):
-            self._warn(
-                f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
-                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you"
-                " left batches out on purpose. If your loop takes batches ahead of their use, read"
-                " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
-                " `fabric.backward` of the batch."
-            )
 
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""

@@ -64,10 +64,9 @@ def _arrays(value: Any) -> list[Any]:
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
     """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
-    known = [count for count in counts if count is not None]
-    if len(counts) == 1:
-        return counts[0]
-    return sum(known) / len(known) if counts and len(known) == len(counts) else None
+    if len(counts) < 2 or None in counts:
+        return counts[0] if len(counts) == 1 else None
+    return sum(filter(None, counts)) / len(counts)
 
 
 class BatchSamples:

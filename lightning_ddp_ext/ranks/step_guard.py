@@ -45,8 +45,7 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
-        self._held: list[Tensor] = []  # parameters of all optimizers that are known
-        self._held_places = 0  # hash of their places
+        self._held: tuple[list[Tensor], int] = [], 0  # parameters of the known optimizers, and a hash of their places
         # The hooks must not keep the module alive.
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
         hooks = ExitStack()
@@ -66,10 +65,10 @@ class StepGuard:
         if self.announced is not None:
             return self.steps, self.announced
         held = [parameter for optimizer in self.known() for parameter in _parameters(optimizer)]
-        if not are_identical(held, self._held):
-            self._held, self._held_places = held, hash(tuple(self.reducer.places(held)))
+        if not are_identical(held, self._held[0]):
+            self._held = held, hash(tuple(self.reducer.places.get(id(parameter), -1) for parameter in held))
         settings = [_plain([*group.values()], reads_devices) for *_, group in self._groups()]
-        return self.steps, (self.optimizers + self._held_places + zlib.crc32(repr(settings).encode())) % 2**32
+        return self.steps, (self.optimizers + self._held[1] + zlib.crc32(repr(settings).encode())) % 2**32
 
     def _describe_settings(self) -> Iterator[dict[str, object]]:
         """Yield descriptions of the optimizers for `compare_setups`: their numbers of groups, then all settings."""
@@ -134,7 +133,7 @@ class StepGuard:
         if depth:
             return
         self.steps += 1
-        self.optimizers = (self.optimizers + hash(tuple(self.reducer.places(parameters[:1])))) % 2**32
+        self.optimizers = (self.optimizers + hash((self.reducer.places.get(id(parameters[0]), -1),))) % 2**32
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
@@ -162,10 +161,7 @@ _MOST_LISTED = 64  # elements of a tensor; of a larger one, the fingerprint is c
 
 
 def _plain(value: Any, reads_devices: bool) -> object:
-    """Return a setting as a value with the same `repr` in every process.
-
-    The host would wait for the values of a tensor on a device, which are read at the end of an epoch only.
-    """
+    """Return a setting with the same `repr` in every process; values on a device only if the host may wait."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu" and not reads_devices:
             return describe(value)

@@ -29,8 +29,7 @@ from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.control import compare_steps
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
-# More than a batch has synchronised backward passes. Positions are sent as float64, exact for 2 ** 33 batches.
-_PASSES = 2**20
+_PASSES = 2**20  # more than a batch has synchronised backward passes; positions of 2 ** 33 batches fit into float64
 _COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
 Reduce = Callable[[Tensor, Any, Any], Tensor]  # Lightning's implementation, of a value, a group and an operation
 _NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses

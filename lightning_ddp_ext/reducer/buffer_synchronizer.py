@@ -121,8 +121,9 @@ def average_buffers(
         values = _encode(flatten(members).to(wire_device))
         factors = [weight] * _has_mean(dtype) + [float(is_source)] * (dtype in _DOUBLE or not _has_mean(dtype))
         # A rank without weight may hold nan, and 0 * nan is nan.
-        sent = [values * factor if factor else torch.zeros_like(values) for factor in factors]
-        messages.setdefault(wire_device, []).extend(sent)
+        messages.setdefault(wire_device, []).extend(
+            values * one if one else torch.zeros_like(values) for one in factors
+        )
     received: dict[torch.device, Iterator[Tensor]] = {}
     for wire_device, parts in messages.items():
         flat = torch.cat(parts)

@@ -93,7 +93,8 @@ class GradientReducer:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
         self._names = dict(module.named_parameters())
-        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        # The position of each shared parameter, by its `id`, is the same on every rank.
+        self.places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
         self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
@@ -138,10 +139,6 @@ class GradientReducer:
     def unmanaged_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that were not part of the module when the reducer was made."""
         return [parameter for parameter in parameters if id(parameter) not in self._known]
-
-    def places(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Return the positions of parameters among the shared ones, the same on every rank; -1 for other parameters."""
-        return [self._places.get(id(parameter), -1) for parameter in parameters]
 
     def defer_hooks(self) -> None:
         """Let hooks of `register_post_accumulate_grad_hook` run after the synchronisation, with its gradient.

@@ -78,8 +78,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self._rule = ChunkRule(gpu0_batch_size, split, balance)
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, predictions_on=predictions_on, **options)
-        split = None if split is None else list(split)
-        self._share_arguments = {"gpu0_batch_size": gpu0_batch_size, "split": split, "balance": balance, "cost": cost}
+        self.cost = cost
 
     @override
     def _configure_launcher(self) -> None:
@@ -116,7 +115,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {**super().compared_arguments(), **self._share_arguments}
+        return {**super().compared_arguments(), **self._rule.given, "cost": self.cost}
 
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:

@@ -50,9 +50,6 @@ class RecordingReducer:
     def unmanaged_parameters(self, parameters):
         return []
 
-    def places(self, parameters):
-        return [parameter.dim() for parameter in parameters]  # enough for a weight and a bias
-
     def unsynchronized_parameters(self):
         return []
 
@@ -83,7 +80,9 @@ def make_gradient():
             optimizers=[],
             precision_plugin=None,
         )
-        gradients.append(RankGradient(trainer, RecordingReducer(), WeightRule(weight_by, print), BatchSamples(0)))
+        reducer = RecordingReducer()
+        reducer.places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+        gradients.append(RankGradient(trainer, reducer, WeightRule(weight_by, print), BatchSamples(0)))
         return gradients[-1], epoch_loop
 
     yield make
