@@ -68,7 +68,9 @@ def checksums(parts: Iterable[Tensor], device: torch.device) -> Tensor:
     size = _BYTES * _BLOCKS_AT_ONCE.get(device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
     # One buffer for intermediate results: on a CPU, allocating memory would take longer than the hashing.
     scratch = torch.empty(_WORDS, dtype=torch.int64, device=device)
-    sums = [part for words in _cut((_as_bytes(part) for part in parts), size) for part in _hash(words, scratch)]
+    # A conjugated or negated tensor may have a flag instead of other values in memory.
+    flat = (part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for part in parts)
+    sums = [part for words in _cut(flat, size) for part in _hash(words, scratch)]
     return torch.cat([*sums, scratch[:0]])
 
 
@@ -97,11 +99,6 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    # A conjugated or negated tensor may have a flag instead of other values in memory.
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _cut(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
@@ -252,7 +249,7 @@ def value_to_text(value: Any) -> str:
     """Return text without addresses and without the order of a set, which depend on the process."""
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, bool | int | float | timedelta | Enum | torch.dtype):
+    if value is None or isinstance(value, Number | timedelta | Enum | torch.dtype):
         return str(value)
     if isinstance(value, functools.partial):
         return f"partial({', '.join(value_to_text(part) for part in (value.func, value.args, value.keywords))})"
@@ -390,7 +387,8 @@ def _compare_elements(own: Tensor, reference: Tensor, shape: torch.Size) -> str:
     relative = absolute / float(torch.maximum(values.abs(), expected.abs()).max()) if absolute else 0.0
     found, wanted = _element_to_text(own[first]), _element_to_text(reference[first])
     if found == wanted:  # such as nan with other bits
-        found, wanted = (f"{found} ({_element_to_hex(one[first])})" for one in (bits, bits_of_reference))
+        both = (bytes(reversed(one[first].tolist())).hex() for one in (bits, bits_of_reference))
+        found, wanted = (f"{found} (0x{digits})" for digits in both)
     return (
         f": {number} element{'s differ' if number > 1 else ' differs'}, first{place} {found} instead of {wanted},"
         f" by up to {absolute:.3g} (relative {relative:.3g})"
@@ -402,10 +400,6 @@ def _element_to_text(element: Tensor) -> str:
     if isinstance(value, bool | int):
         return str(value)
     return f"{value:.17g}" if element.element_size() >= 8 and not element.is_complex() else f"{value:.9g}"
-
-
-def _element_to_hex(element: Tensor) -> str:
-    return "0x" + bytes(reversed(element.tolist())).hex()
 
 
 def name_training_state(

@@ -34,6 +34,7 @@ class ChunkRule:
         self.is_auto = balance == "auto"
         self.first = gpu0_batch_size  # most samples of the first chunk; None for no limit
         self._proportions = None if split is None else list(split)
+        self.given = {**given, "split": self._proportions}  # the options by name
 
     def __str__(self) -> str:
         if self._proportions is not None:

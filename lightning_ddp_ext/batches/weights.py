@@ -143,7 +143,8 @@ def _find_labels(batch: Any, labels: Labels, name: str) -> Sequence[Tensor]:
     found = labels(batch) if callable(labels) else _entry(batch, labels)
     parts = [found] if isinstance(found, Tensor) else found
     is_sequence = isinstance(parts, Sequence) and not isinstance(parts, str | bytes)
-    if not is_sequence or not parts or not all(map(_are_labels, parts)):
+    kinds = {part.dtype if isinstance(part, Tensor) else None for part in parts} if is_sequence else set()
+    if not kinds or any(kind is None or kind.is_floating_point or kind.is_complex for kind in kinds):
         got = "None" if found is None else f"a {found.dtype} tensor" if isinstance(found, Tensor) else f"{type(found)}"
         where = "its function" if callable(labels) else f"{labels!r}"
         raise ValueError(
@@ -152,10 +153,6 @@ def _find_labels(batch: Any, labels: Labels, name: str) -> Sequence[Tensor]:
             " `batch -> labels`."
         )
     return parts
-
-
-def _are_labels(part: object) -> bool:
-    return isinstance(part, Tensor) and not part.is_floating_point() and not part.is_complex()
 
 
 def _entry(batch: Any, name: str | int) -> Any:

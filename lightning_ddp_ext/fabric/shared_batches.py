@@ -112,9 +112,6 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self._chunk_rule = ChunkRule(gpu0_batch_size, split, balance)
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
-        self.gpu0_batch_size = gpu0_batch_size
-        self.split = None if split is None else list(split)
-        self.balance = balance
         self.cost = cost
 
     @override
@@ -125,13 +122,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {
-            **super().compared_arguments(),
-            "gpu0_batch_size": self.gpu0_batch_size,
-            "split": self.split,
-            "balance": self.balance,
-            "cost": self.cost,
-        }
+        return {**super().compared_arguments(), **self._chunk_rule.given, "cost": self.cost}
 
     @property
     @override

@@ -1,6 +1,6 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`, the base of `balanced_ddp` in `shared_batches.py`."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
@@ -31,12 +31,7 @@ from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFea
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, Steps, without_first
 from lightning_ddp_ext.join.combined_loader import RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import (
-    HasNextBatch,
-    LockstepLoader,
-    UnevenInputs,
-    number_of_steps,
-)
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
@@ -274,13 +269,10 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
             return 0.0
-        samples: float | None = 1.0
-        if self._rule.is_by_samples:
-            self._samples.begin(fetched.samples, batch)
-            samples = self._samples.count(batch)
-        if samples is None:
-            raise ValueError(f"rank {self.global_rank}: {self._samples.describe_problem()}")
-        return self._rule.weigh(batch, samples)
+        if not self._rule.is_by_samples:
+            return self._rule.weigh(batch, 1.0)
+        self._samples.begin(fetched.samples, batch)
+        return self._rule.weigh(batch, self._samples.require(batch, self.global_rank))
 
     @property
     def batch_weight(self) -> float | None:
@@ -327,7 +319,14 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
                 " is at a batch. Call it inside of such a loop, or set `fabric.strategy.batch_weight` before, such as"
                 " `len(batch)`."
             )
-        self._warn_of_skipped(new)
+        if any(one.has_skipped and not one.has_given_weight for one in new):
+            self._warn(
+                f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
+                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you"
+                " left batches out on purpose. If your loop takes batches ahead of their use, read"
+                " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
+                " `fabric.backward` of the batch."
+            )
         active = range(self.world_size) if self._participation is None else self._participation.active
         factor = self._window.begin_pass(batch, new, active, self._accumulating)
         for one in new:
@@ -353,16 +352,6 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
                 f"rank {self.global_rank}: another rank did not take part in the `fabric.{call}`{of_batch}. The other"
                 f" rank has failed, or has made fewer calls. Look for its error; if there is none, {self.remedy}."
             ) from error
-
-    def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
-        if any(one.has_skipped and not one.has_given_weight for one in new):
-            self._warn(
-                f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
-                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you"
-                " left batches out on purpose. If your loop takes batches ahead of their use, read"
-                " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
-                " `fabric.backward` of the batch."
-            )
 
     def position(self, batch: LoopBatch) -> int:
         """Return a number that is the same on all ranks when they synchronise gradients with a batch."""

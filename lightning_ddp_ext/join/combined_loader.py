@@ -6,6 +6,7 @@ from itertools import islice, repeat
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
@@ -13,12 +14,7 @@ from lightning_ddp_ext._compat.lightning_loaders import combination_mode, has_ex
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.distributed.exchange import gather_known
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.lockstep_loader import (
-    HasNextBatch,
-    LockstepLoader,
-    UnevenInputs,
-    number_of_steps,
-)
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
@@ -50,6 +46,7 @@ class RankedLoader:
         lengths, samples, batch_sizes, exact = alone if group is None else gather_known(known, group)
         is_exact = lengths is not None and exact is not None
         self.__dict__.update(lengths=lengths, samples=samples, batch_sizes=batch_sizes, is_exact=is_exact)
+        self.__dict__.setdefault("first_lengths", lengths)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -167,6 +164,9 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
         is_between = not self._position or has_ended or (length is not None and steps >= length)
         return None if is_between else steps
 
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
+
 
 class LockstepCombinedLoader(SteppedCombinedLoader):
     """A `CombinedLoader` in which each rank has batches of its own.
@@ -209,6 +209,11 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         for loader in self.flattened:
             if type(loader) is RankedLoader:
                 loader.exchange(self._group)
+                if self._rng is not None and max(loader.lengths or [0]) > max(loader.first_lengths or [_UNLIMITED]):
+                    rank_zero_warn(
+                        f"a loader has {max(loader.lengths)} batches now, and had {max(loader.first_lengths)} when the"
+                        " Trainer asked, which uses no more. Pass it `reload_dataloaders_every_n_epochs=1`."
+                    )
 
     @override
     def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
@@ -274,9 +279,6 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
             samples = sum(given) - sum(kept)
             parts.append(f"{samples} sample{'s' if samples > 1 else ''}")
         rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
-
-    def _state_dicts(self) -> list[dict[str, Any]]:
-        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         state = state_with_position(states)

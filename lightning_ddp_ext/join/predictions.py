@@ -78,7 +78,8 @@ class Predictions:
                 drawn = list(batches.get())
             indices = [*map(as_indices, drawn)]
             if is_shared and not is_dealt:
-                different = find_different_rank(indices, self.group)
+                hashes = gather_integer(hash_of(indices), self.group)
+                different = next((rank for rank, other in enumerate(hashes) if other != hashes[0]), None)
                 if different is not None:
                     raise UnsupportedFeatureError(
                         f"rank {different} draws other samples to predict than rank 0, so that some would be missing."
@@ -190,12 +191,6 @@ def compare_finished(rank: int, done: Sequence[int], drawn: Sequence[int]) -> No
 def hash_of(indices: Any) -> int:
     """Return a hash of indices, the same for an array or tensor and for its list."""
     return zlib.crc32(repr(indices.tolist() if hasattr(indices, "tolist") else indices).encode())
-
-
-def find_different_rank(indices: Any, group: dist.ProcessGroup) -> int | None:
-    """Return the first rank that has drawn other indices than rank 0."""
-    hashes = gather_integer(hash_of(indices), group)
-    return next((rank for rank, other in enumerate(hashes) if other != hashes[0]), None)
 
 
 def merge_parts(

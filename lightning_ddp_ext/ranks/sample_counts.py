@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.containers import is_array, walk
+from lightning_ddp_ext.batches.containers import is_array, values_of, walk
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
 from lightning_ddp_ext.errors import BatchSplitError, WarnOnce
 
 
-def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
+class DrawnSamples(int):
+    """The number of samples that a loader has drawn for a batch, and the number that the batch holds if it shows it."""
+
+    held: int | None = None
+
+
+def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSamples | None:
     """Return the number of samples that a collate function has received, see `iterate_counting`."""
     if not isinstance(samples, list):
         return None  # `__getitems__` of the dataset may return a table or a tuple of columns
@@ -23,13 +29,44 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
     if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
         return None
     # Datasets return None for a broken sample, which the collate function skips.
-    return sum(sample is not None for sample in samples) or None
+    given = [sample for sample in samples if sample is not None]
+    drawn = DrawnSamples(len(given))
+    drawn.held = _count_held(given, batch) if given else None
+    return drawn or None
+
+
+def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
+    """Return how many of the samples a batch holds, as graphs, by their own arrays, or in stacks of such shapes."""
+    graphs = [part.num_graphs for part in walk(batch) if isinstance(getattr(part, "num_graphs", None), int)]
+    arrays = [array for array in _arrays(batch) if array.ndim]
+    depth, of_sample = (max((one.ndim for one in _arrays(value)), default=0) for value in (batch, samples[0]))
+    if graphs or not arrays or (depth > of_sample and all(array.shape[0] == len(samples) for array in arrays)):
+        return graphs[0] if graphs else None
+    of_samples = [_arrays(sample) for sample in samples]
+    held = set(map(id, arrays))
+    if held <= {id(array) for own in of_samples for array in own}:
+        return sum(any(id(array) in held for array in own) for own in of_samples)
+    shapes = {tuple(array.shape) for own in of_samples for array in own}
+    stacked = [
+        (math.prod(shape), size <= len(samples), size)
+        for shape in (tuple(array.shape) for array in arrays if array.ndim > 1)
+        for dim, size in enumerate(shape)
+        if (*shape[:dim], *shape[dim + 1 :]) in shapes
+    ]
+    return max(stacked)[-1] if stacked else None  # of the largest array
+
+
+def _arrays(value: Any) -> list[Any]:
+    """Return the arrays in a value that have a shape."""
+    arrays = filter(is_array, walk(value))
+    return [one for one in arrays if hasattr(one, "ndim") and not getattr(one, "is_nested", False)]
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
     """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
-    known = [count for count in counts if count is not None]
-    return sum(known) / len(known) if counts and len(known) == len(counts) else None
+    if len(counts) < 2 or None in counts:
+        return counts[0] if len(counts) == 1 else None
+    return sum(filter(None, counts)) / len(counts)
 
 
 class BatchSamples:
@@ -41,29 +78,43 @@ class BatchSamples:
         self._drawn: float | None = None
         self._warn = WarnOnce()
 
-    def describe_problem(self) -> str:
-        """Return a message that the last batch has no count, with the remedy."""
-        return (
-            f'`weight_by="samples"` needs numbers of samples, and those of a batch cannot be counted: {self.problem}'
-            " Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a list of samples, or"
-            ' `weight_by="equal"` if batches are equally large on all ranks.'
-        )
+    def require(self, batch: Any, rank: int) -> float:
+        """Return the number of samples in the batch; raise a ValueError if it is unknown."""
+        if (samples := self.count(batch)) is None:
+            raise ValueError(
+                f'rank {rank}: `weight_by="samples"` needs numbers of samples, and those of a batch cannot be counted:'
+                f" {self.problem} Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a"
+                ' list of samples, or `weight_by="equal"` if batches are equally large on all ranks.'
+            )
+        return samples
 
     def begin(self, drawn: float | None, batch: Any = None) -> None:
         """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
-        self._drawn = None
-        kept = None if drawn is None or batch is None else self.count(batch)
-        self._drawn = drawn
-        if drawn is None or kept is None or kept >= drawn:
-            return
-        shapes = [getattr(part, "shape", ()) for part in walk(batch) if is_array(part)]
-        if not shapes or any(drawn not in shape for shape in shapes):  # else samples may be in another dimension
-            self._drawn = kept
+        self._drawn, held = None, drawn
+        if drawn is not None and batch is not None:
+            held = getattr(drawn, "held", None)
+            held = self._find_held(drawn, batch) if held is None else min(held, drawn)
+        self._drawn = drawn if held is None else held
+        if drawn is not None and held != drawn:
+            number = "an unknown number of" if held is None else f"{held:g}"
             self._warn(
-                f"the loader has drawn {drawn:g} samples for a batch of {kept:g} samples along `batch_dim="
-                f"{self.batch_dim}`, so that the batch has weight {kept:g}. Ignore this if the collate function drops"
-                " samples on purpose. If samples are in another dimension, set `batch_dim`."
+                f"the loader has drawn {drawn:g} samples for a batch of {number} samples, so that the batch has weight"
+                f" {self._drawn:g}. Ignore this if that is right. Otherwise pass a callable `weight_by` that counts"
+                f" samples, or set `batch_dim` if they are not in dimension {self.batch_dim}."
             )
+
+    def _find_held(self, drawn: float, batch: Any) -> float | None:
+        """Return the number of samples in a batch of which its loader knows no more; None if some may be missing."""
+        kept = self.count(batch)
+        lists = [part for part in walk(batch) if isinstance(part, list | tuple) and len(part) == drawn > 0]
+        shapes = [tuple(array.shape) for array in _arrays(batch) if array.ndim]
+        is_list = any(is_array(part[0]) or values_of(part[0]) for part in lists)
+        if is_list or drawn in max(shapes, key=math.prod, default=()):  # samples may be in another dimension
+            return drawn
+        if kept is None:
+            rows = [shape[self.batch_dim] for shape in shapes if len(shape) > self.batch_dim]
+            return None if max(rows, default=math.inf) <= drawn else drawn
+        return min(kept, drawn)
 
     def weight(self, batch: Any) -> float:
         """Return the weight of the batch in a mean over ranks: its samples, or nan if they cannot be counted."""

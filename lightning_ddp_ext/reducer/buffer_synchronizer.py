@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -96,6 +97,7 @@ class BufferTable:
 
 
 _LOW = 2**32 - 1
+_DOUBLE = (torch.float64, torch.complex128)
 _PIECE_NUMEL = 2**20
 
 
@@ -106,8 +108,8 @@ def average_buffers(
     """Overwrite real and complex tensors with the weighted mean over ranks, and others with the source's values.
 
     One message per device has the values in double precision, or on the CPU if the device lacks it. A value that is
-    equal on all ranks is therefore unchanged in types of up to 32 bits: its sum, divided by the total weight, is
-    rounded to it.
+    equal on all ranks stays, bit for bit: the mean is rounded to it in types of up to 32 bits, and in others, the
+    source's value is sent too, and replaces a mean that differs from it by no more than the mean is rounded.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -117,17 +119,23 @@ def average_buffers(
     for (device, dtype), members in kinds.items():
         wire_device = device if widest_float(device) == torch.float64 else torch.device("cpu")
         values = _encode(flatten(members).to(wire_device))
-        factor = weight if _has_mean(dtype) else float(is_source)
+        factors = [weight] * _has_mean(dtype) + [float(is_source)] * (dtype in _DOUBLE or not _has_mean(dtype))
         # A rank without weight may hold nan, and 0 * nan is nan.
-        messages.setdefault(wire_device, []).append(values * factor if factor else torch.zeros_like(values))
+        messages.setdefault(wire_device, []).extend(
+            values * one if one else torch.zeros_like(values) for one in factors
+        )
     received: dict[torch.device, Iterator[Tensor]] = {}
     for wire_device, parts in messages.items():
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)
         received[wire_device] = iter(torch.split(flat, [part.numel() for part in parts]))
     for (device, dtype), members in kinds.items():
-        encoded = next(received[device] if device in received else received[torch.device("cpu")])
-        overwrite(members, _decode(encoded / total if _has_mean(dtype) else encoded, dtype).to(device))
+        arrived = received[device] if device in received else received[torch.device("cpu")]
+        encoded = next(arrived) / total if _has_mean(dtype) else next(arrived)
+        if dtype in _DOUBLE:
+            source, rounding = next(arrived), (dist.get_world_size(group) + 1) * torch.finfo(torch.float64).eps
+            encoded = torch.where((encoded - source).abs() <= rounding * source.abs(), source, encoded)
+        overwrite(members, _decode(encoded, dtype).to(device))
 
 
 def _has_mean(dtype: torch.dtype) -> bool:
@@ -153,7 +161,7 @@ def _decode(encoded: Tensor, dtype: torch.dtype) -> Tensor:
     return ((high << 32) | low).to(dtype)
 
 
-_LEARNING = 3  # synchronisations in which buffers are compared by value
+_LEARNING = 3  # first synchronisations, or first changes of a buffer, in which values are compared
 _LARGE_BYTES = 2**20
 
 
@@ -169,15 +177,11 @@ class BufferSynchronizer:
         self._table = BufferTable(module)
         self._group = group
         self._rank = dist.get_rank(group)
-        self._seen = TensorVersions([])
-        self._values: list[Tensor | None] = []
-        self._comparisons = 0
-        self._silent: set[int] = set()  # buffers that change silently on this rank
         self._warn = WarnOnce()
         self.settles_itself = True  # else the caller calls `settle` after each batch
+        self._values: list[Tensor | None] = []
         self._late: dict[int, Tensor] = {}  # integers that any rank has changed since `settle`
         self._weights = 1.0, 1.0, 0  # of this rank, of all, and the first rank with data, in the last synchronisation
-        self._structure, self._specs = 0, self._table.specs  # that all ranks have agreed on
         self._accept()
 
     @property
@@ -266,13 +270,15 @@ class BufferSynchronizer:
 
     def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
         weight, total, source = self._weights
-        # At first, rank 0 finds means of different values, and the rank behind the source different integers.
-        tells = tells and weight > 0 and self._comparisons < _LEARNING and not self._warn.has_warned
+        # Rank 0 finds means of different values, and the rank behind the source different integers.
+        tells = tells and weight > 0 and not self._warn.has_warned
         own = {
             index: buffer.clone()
             for index, buffer in buffers.items()
-            if tells and index not in self._statistics and self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
+            if tells and index not in self._statistics and self._compared[index] < _LEARNING
+            if self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
         }
+        self._compared.update(own.keys())
         small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         large = [buffer for buffer in buffers.values() if buffer.nbytes > _LARGE_BYTES]
         if large:
@@ -310,13 +316,14 @@ class BufferSynchronizer:
 
     def _accept(self) -> None:
         """Take over the present buffers, of which none is known to be equal on all ranks."""
-        self._structure, self._specs = self._table.structure, self._table.specs
+        self._structure, self._specs = self._table.structure, self._table.specs  # that all ranks have agreed on
         self._values, self._late = [], {}
         self._seen = TensorVersions([None] * len(self._specs))
         self._comparisons = 0
+        self._compared: Counter[int] = Counter()  # synchronisations in which a buffer was compared between ranks
         places = enumerate(self._table.places)
         self._statistics = {index: name for index, (owner, name) in places if isinstance(owner, Normalisation)}
-        self._silent = {
+        self._silent = {  # buffers that change silently on this rank
             index
             for index, name in self._statistics.items()
             if name in ("running_mean", "running_var") and self._specs[index] is not None

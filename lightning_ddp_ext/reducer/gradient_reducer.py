@@ -94,6 +94,8 @@ class GradientReducer:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
         self._names = dict(module.named_parameters())
+        # The position of each shared parameter, by its `id`, is the same on every rank.
+        self.places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
         self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)

@@ -365,7 +365,7 @@ class LogReplay:
         self._master.log(name, values[0] if value is None else value, **options)
 
     def _warn_of_mean(self, name: str, values: Sequence[Any], batch_sizes: list[int], sizes: list[int]) -> None:
-        if all(map(_is_integral, values)):
+        if all(not one.is_floating_point() if isinstance(one, Tensor) else isinstance(one, Integral) for one in values):
             self._warnings.warn(
                 f"`self.log({name!r}, ...)` logs the mean over the replicas of whole numbers or truth values. Pass"
                 ' `reduce_fx="sum"` if they count something in each chunk, "max" or "min"; or log a float if the mean'
@@ -389,10 +389,6 @@ def _record_log(calls: list[Any], name: str, value: Any, *args: Any, **kwargs: A
 
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-
-
-def _is_integral(value: Any) -> bool:
-    return not value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, Integral)
 
 
 def _reduction(options: dict[str, Any]) -> str:

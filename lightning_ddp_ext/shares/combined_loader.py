@@ -23,7 +23,7 @@ from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
 from lightning_ddp_ext.join.predictions import Finished, compare_finished
 from lightning_ddp_ext.ranks.loaders import FetchedBatch
 from lightning_ddp_ext.ranks.sample_counts import count_drawn, mean_count
-from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
+from lightning_ddp_ext.resume.resumable_loader import POSITION, ResumableRng, state_with_position
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.samplers import GlobalBatches, NoSamples, ShareCollate, SharedSampler, compare_batches
 from lightning_ddp_ext.shares.streams import SharedStreamBatch, StreamCollate, StreamSampler, hash_of_content
@@ -296,9 +296,6 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     def _sampler_rngs(self) -> list[LoaderRng]:
         datasets = [getattr(loader, "dataset", None) for loader in self.flattened]
         return find_loader_rngs(self.flattened, excluded=datasets)
-
-    def _state_dicts(self) -> list[dict[str, Any]]:
-        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         self._skip = state_with_position(states).get(POSITION, 0)

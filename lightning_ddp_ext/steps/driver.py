@@ -30,7 +30,7 @@ from lightning_ddp_ext.steps.step_guard import StepGuard
 from lightning_ddp_ext.steps.step_mirror import StepBroadcast, StepMirror
 from lightning_ddp_ext.steps.weights import AccumulationWindow, CommunicationWatch, StepWeights
 
-_PASSES = 1000  # more than there are synchronised backward passes in a batch
+_PASSES = 2**20  # more than a batch has synchronised backward passes; positions of 2 ** 33 batches fit into float64
 WindowSum = tuple[float, float | None, float | None]
 """Weight, scale and divisor of the gradient of a window, see `GradientReducer.synchronize`."""
 

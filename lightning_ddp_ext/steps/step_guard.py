@@ -2,19 +2,21 @@
 
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_ext.consistency import compare_setups, describe, value_to_text
+from lightning_ddp_ext._compat.torch import are_identical
+from lightning_ddp_ext.consistency import compare_setups, describe, fingerprint, value_to_text
 from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
@@ -46,19 +48,17 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
-        self._places: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._held: tuple[list[Tensor], int] = [], 0  # parameters of the known optimizers, and a hash of their places
         control = self.reducer.control
         # Not of `self`: in a cycle with the reducer, the process group would outlive the run.
         self._position = control.add(partial(_call, weakref.WeakMethod(self._compare_positions)))
         self._steps, self._optimizers = control.add(), control.add(partial(_call, weakref.WeakMethod(self._check)))
-        hooks = [
-            register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
-            for register, method in (
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._after_step),
-            )
-        ]
-        self.close = weakref.finalize(self, _remove, hooks)
+        # The hooks must not keep the module alive.
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        hooks = ExitStack()
+        hooks.callback(register_optimizer_step_pre_hook(partial(_call, before)).remove)
+        hooks.callback(register_optimizer_step_post_hook(partial(_call, after)).remove)
+        self.close = weakref.finalize(self, hooks.close)
 
     @property
     def position(self) -> int:
@@ -91,8 +91,8 @@ class StepGuard:
         if len(set(steps)) > 1:
             made += f", others {list_others(steps, steps[self.rank])}"
         else:
-            # Every rank calls it, as all have the same numbers.
-            compare_setups(self._describe_settings(), self.reducer.process_group)
+            for description in self._describe_settings():  # on every rank, as all have the same numbers
+                compare_setups(description, self.reducer.process_group)
             made += ", as many as others, but not with the same optimizers"
         raise RanksOutOfStepError(
             f"rank {self.rank} has made {made}. Call `step` on all ranks or on none: decide by a value that is the same"
@@ -100,25 +100,32 @@ class StepGuard:
         )
 
     def numbers(self, reads_devices: bool = False) -> tuple[int, int]:
-        """Return the steps, and a hash of optimizers and settings; of those on a device if the host may read them."""
+        """Return the steps, and a hash of optimizers, parameters and settings; `reads_devices` if the host may wait."""
         if self.announced is not None:
             return self.steps, self.announced
-        settings = [_plain([group[name] for name in sorted(group)], reads_devices) for _, group in self._groups()]
-        return self.steps, (self.optimizers + zlib.crc32(repr(settings).encode())) % 2**32
+        held = [parameter for optimizer in self.known() for parameter in _parameters(optimizer)]
+        if not are_identical(held, self._held[0]):
+            self._held = held, hash(tuple(self.reducer.places.get(id(parameter), -1) for parameter in held))
+        settings = [_plain([*group.values()], reads_devices) for *_, group in self._groups()]
+        return self.steps, (self.optimizers + self._held[1] + zlib.crc32(repr(settings).encode())) % 2**32
 
-    def _describe_settings(self) -> dict[str, object]:
-        """Describe all settings of optimizers, for `compare_setups`."""
-        return {
-            f"setting `{name}` of {title}": _plain(group[name], reads_devices=True)
-            for title, group in self._groups()
-            for name in sorted(group)
-        }
+    def _describe_settings(self) -> Iterator[dict[str, object]]:
+        """Yield descriptions of the optimizers for `compare_setups`: their numbers of groups, then all settings."""
+        optimizers = [(f"optimizer {number} ({type(one).__name__})", one) for number, one in enumerate(self.known())]
+        yield {f"number of parameter groups of {title}": len(one.param_groups) for title, one in optimizers}
+        found: dict[str, object] = {}
+        for title, parameters, group in self._groups():
+            found |= {f"setting `{name}` of {title}": _plain(one, reads_devices=True) for name, one in group.items()}
+            found |= {f"parameter {self._name(one)} of {title}": "present" for one in parameters}
+        yield found
 
-    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _groups(self) -> Iterator[tuple[str, list[Tensor], dict[Any, Any]]]:
+        """Yield the title, the parameters and the settings of each group, which include the number of parameters."""
         for number, optimizer in enumerate(self.known()):
             for position, group in enumerate(optimizer.param_groups):
                 title = f"parameter group {position} of optimizer {number} ({type(optimizer).__name__})"
-                yield title, {**group, "params": len(group["params"])}
+                settings = {**group, "params": len(group["params"])}
+                yield title, group["params"], {name: settings[name] for name in sorted(settings, key=str)}
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
@@ -164,12 +171,8 @@ class StepGuard:
         self._depths[optimizer] = depth + 1
         if depth:
             return
-        if optimizer not in self._places:
-            own = {id(parameter) for parameter in parameters}
-            places = (place for place, (_, one) in enumerate(self.named_parameters()) if id(one) in own)
-            self._places[optimizer] = next(places, -1)
         self.steps += 1
-        self.optimizers = (self.optimizers + hash((self._places[optimizer],))) % 2**32
+        self.optimizers = (self.optimizers + hash((self.reducer.places.get(id(parameters[0]), -1),))) % 2**32
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
@@ -195,21 +198,23 @@ class StepGuard:
 
 
 _PLAIN = {float, int, bool, type(None)}
+_MOST_LISTED = 64  # elements of a tensor; of a larger one, the fingerprint is compared
 
 
 def _plain(value: Any, reads_devices: bool) -> object:
-    """Return a setting as a value with the same `repr` in every process."""
+    """Return a setting with the same `repr` in every process; values on a device only if the host may wait."""
     if isinstance(value, Tensor):
-        is_read = value.numel() == 1 and (reads_devices or value.device.type == "cpu")
-        return value.item() if is_read else describe(value)
+        if value.device.type != "cpu" and not reads_devices:
+            return describe(value)
+        is_listed = value.layout == torch.strided and value.numel() <= _MOST_LISTED
+        value = value.tolist() if is_listed else f"{describe(value)} with fingerprint {fingerprint(value):x}"
+    elif isinstance(value, numpy.ndarray | numpy.generic):
+        value = value.tolist()
+    elif isinstance(value, Mapping):
+        value = list(value.items())
     if isinstance(value, list | tuple):
         return [part if type(part) in _PLAIN else _plain(part, reads_devices) for part in value]
-    return value_to_text(value)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+    return value if type(value) in _PLAIN else value_to_text(value)
 
 
 def _call(method: "weakref.WeakMethod[Any]", *args: Any) -> Any:

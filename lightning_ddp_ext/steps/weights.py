@@ -82,9 +82,7 @@ class StepWeights:
 
     def weigh(self, batch: Any) -> None:
         """Weigh the micro-batch of this rank."""
-        samples = self._samples.count(batch) if self._counts else 1.0
-        if samples is None:
-            raise ValueError(f"rank {self._rank}: {self._samples.describe_problem()}")
+        samples = self._samples.require(batch, self._rank) if self._counts else 1.0
         self.log_weight = self.weight = self._rule.weigh(batch, samples)
 
     def skip(self) -> None:

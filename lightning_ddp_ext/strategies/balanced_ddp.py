@@ -81,9 +81,6 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
         self.predictions_on = check_predictions_on(predictions_on)
-        self.gpu0_batch_size = gpu0_batch_size
-        self.split = None if split is None else list(split)
-        self.balance = balance
         self.cost = cost
         self._training_loader: SharedCombinedLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
@@ -158,13 +155,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {
-            **super().compared_arguments(),
-            "gpu0_batch_size": self.gpu0_batch_size,
-            "split": self.split,
-            "balance": self.balance,
-            "cost": self.cost,
-        }
+        return {**super().compared_arguments(), **self._rule.given, "cost": self.cost}
 
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:

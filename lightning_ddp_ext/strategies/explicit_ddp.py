@@ -152,15 +152,11 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         check_bucket_cap(bucket_cap_mb)
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
         objects: dict[str, Any] = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-            "ddp_comm_hook": ddp_comm_hook,
-            "ddp_comm_wrapper": ddp_comm_wrapper,
+            "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
+            "cluster_environment": cluster_environment, "precision_plugin": precision_plugin,
+            "ddp_comm_hook": ddp_comm_hook, "ddp_comm_wrapper": ddp_comm_wrapper,
             "model_averaging_period": model_averaging_period,
-        }
+        }  # fmt: skip
         check_objects(**objects)
         self._watch = StallWatch(stall_timeout)
         super().__init__(

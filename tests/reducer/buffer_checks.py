@@ -118,18 +118,28 @@ def buffers_of_many_kinds() -> list[str]:
     return [name for name, buffer in module.named_buffers() if buffer.numel() and spread(buffer.to(torch.complex128))]
 
 
-@check(True)
-def values_equal_on_all_ranks_are_unchanged() -> bool:
+@check([], lacking="complex tensors")
+def values_equal_on_all_ranks_are_unchanged() -> list[str]:
     module = net()
-    module.register_buffer("table", torch.rand(1000) / 3)
+    for kind in ("float32", "float64", "complex64", "complex128"):
+        module.register_buffer(kind, torch.rand(1000, dtype=getattr(torch, kind)) / 3 - 0.1)
     reducer = GradientReducer(module)
-    for _ in range(3):
-        module.table.mul_(1.1)
-        before = module.table.clone()
-        step(reducer, module, 3.0 + 4 * dist.get_rank())
-        if not torch.equal(module.table, before):
-            return False
-    return True
+    changed = []
+    for weight in (3.0 + 4 * dist.get_rank(), 0.3 + dist.get_rank() / 7, 0.0, float(dist.get_rank())):
+        before = {name: buffer.mul_(1.1).clone() for name, buffer in module.named_buffers()}
+        step(reducer, module, weight)
+        changed += [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
+    return changed
+
+
+@check(0.0)
+def means_of_values_that_differ_little_are_exact() -> float:
+    module = net()
+    module.register_buffer("table", torch.ones(10, dtype=torch.float64))
+    reducer = GradientReducer(module)
+    module.table += dist.get_rank() * 2.0**-40
+    step(reducer, module)
+    return float((module.table - 1 - 2.0**-41).abs().max()) + spread(module.table)
 
 
 @check((0.0, 0.0, 0))

@@ -1,7 +1,9 @@
 """The weights of micro-batches in the gradient, and the guard of optimizer steps, without other ranks."""
 
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,17 +99,21 @@ class Subclass(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("closure", [None, lambda: None], ids=["plain", "closure"])
-def test_a_step_of_a_subclass_counts_once_and_steps_of_other_optimizers_differ(closure):
+def make_guard(layer, known=()):
     reducer = SimpleNamespace(
         control=SimpleNamespace(add=lambda check=None: ControlField(check)),
         has_unsynchronized=lambda parameters: False,
         unmanaged_parameters=lambda parameters: [],
+        places={id(parameter): place for place, parameter in enumerate(layer.parameters())},
     )
+    return StepGuard(0, reducer, layer.named_parameters, lambda: known, lambda: (1.0, False), "", "", str)
 
+
+@pytest.mark.parametrize("closure", [None, lambda: None], ids=["plain", "closure"])
+def test_a_step_of_a_subclass_counts_once_and_steps_of_other_optimizers_differ(closure):
     def steps_of(*order):
         layer = torch.nn.Linear(1, 1)
-        guard = StepGuard(0, reducer, layer.named_parameters, list, lambda: (1.0, False), "", "", str)
+        guard = make_guard(layer)
         optimizers = Subclass([layer.weight], lr=0.1), torch.optim.SGD([layer.bias], lr=0.1)
         for index in order:
             optimizers[index].step(closure)
@@ -117,3 +123,53 @@ def test_a_step_of_a_subclass_counts_once_and_steps_of_other_optimizers_differ(c
     assert steps_of(0, 1, 0)[0] == 3
     assert steps_of(0, 1, 0) == steps_of(1, 0, 0)
     assert steps_of(0, 1, 0) != steps_of(0, 1, 1)
+
+
+class Opaque:
+    """A setting without a value to compare."""
+
+
+SETTINGS = {
+    "float": lambda value: value,
+    "numpy's numbers": lambda value: (np.float32(value), np.float16(value), np.longdouble(value)),
+    "array": lambda value: np.array([0.5, value]),
+    "array of objects": lambda value: np.array([Opaque(), value]),
+    "tensor": lambda value: torch.tensor(value),
+    "tensor of elements": lambda value: torch.tensor([[0.5, value]]),
+    "large tensor": lambda value: torch.full((1000,), value),
+    "sparse tensor": lambda value: torch.tensor([0.0, value]).to_sparse(),
+    "nested": lambda value: {"a": [torch.tensor([value]), {"b": (np.float32(value), Opaque())}]},
+    "complex": lambda value: complex(0, value),
+    "fraction": lambda value: Fraction(value),
+}
+
+
+@pytest.mark.parametrize("make", SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_optimizers_are_compared_by_value_in_whatever_they_are_held(make):
+    layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    guard = make_guard(layer, [optimizer])
+
+    def numbers(value):
+        optimizer.param_groups[0][7] = make(value)  # a name may be of any type
+        *_, description = guard._describe_settings()
+        assert "setting `7` of parameter group 0 of optimizer 0 (SGD)" in description
+        return guard.numbers(), description
+
+    first, again, other = numbers(0.25), numbers(0.25), numbers(0.75)
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+
+
+def test_optimizers_of_other_parameters_or_in_another_order_differ():
+    layer = torch.nn.Linear(1, 1)
+    weight, bias = layer.parameters()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    guard = make_guard(layer, [optimizer])
+    found = []
+    for parameters in ([weight], [bias], [weight, bias], [bias, weight], [weight]):
+        optimizer.param_groups[0]["params"][:] = parameters
+        found.append(guard.numbers())
+    assert found[0] == found[-1]
+    assert len(set(found)) == 4

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from lightning_ddp_ext import DDPJoinStrategy
-from lightning_ddp_ext.join import lockstep_loader
+from lightning_ddp_ext.join import combined_loader, lockstep_loader
 from tests.strategies.toolkit import (
     ALONE,
     RANK,
@@ -215,6 +215,26 @@ def datasets_grow_and_shrink(folder: str) -> Any:
                 assert sorted(chain(*of_ranks)) == list(range(size))
 
 
+def a_stream_that_grows_is_used_whole_or_warned_of(folder: str) -> None:
+    """It has two batches on each rank, then three on rank 1."""
+
+    class Growing(Classifier):
+        def on_train_epoch_end(self) -> None:
+            data.dataset.items, data.dataset.length = (items, len(items)) if RANK else (items[:4], 4)
+
+    for options in ({}, {"reload_dataloaders_every_n_epochs": 1}):
+        data = stream(6, 6, missing=0)
+        items = data.dataset.items
+        data.dataset.items, data.dataset.length = items[:4], 4
+        module = Growing()
+        with mock.patch.object(combined_loader, "rank_zero_warn") as warn:
+            _, trace = fit(module, data, max_epochs=2, **options)
+        assert_identical(trace.digests)
+        assert len(trace.digests) == 4 + len(options)
+        assert warn.called != bool(options)
+        assert options or "a loader has 3 batches now, and had 2 when the Trainer asked" in warn.call_args.args[0]
+
+
 def an_interrupted_epoch_continues_bit_for_bit(folder: str) -> None:
     for name in ("stream", "sampler"):
         saving = ModelCheckpoint(folder, f"{name}-{{step}}", every_n_train_steps=1, save_top_k=-1)
@@ -235,6 +255,7 @@ CASES = [
     several_loaders,
     evaluation_has_every_sample_once,
     datasets_grow_and_shrink,
+    a_stream_that_grows_is_used_whole_or_warned_of,
     an_interrupted_epoch_continues_bit_for_bit,
 ]
 pytestmark = pytest.mark.slow

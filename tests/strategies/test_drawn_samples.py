@@ -40,7 +40,8 @@ class Transposed(Classifier):
     """Takes batches of transposed features."""
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch[0].T, batch[1][0]))
+        features, labels = batch if isinstance(batch[0], Tensor) else collate(batch)  # of a list of samples
+        return super().loss((features.T, labels[0]))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -90,16 +91,21 @@ def drop(rows: list[tuple[tuple[Tensor, ...], bool]]) -> tuple[Tensor, Tensor]:
     return collate([row for row, is_damaged in rows if not is_damaged])
 
 
-def dropped(indices: list[list[int]]) -> DataLoader:
+def listed(rows: list[tuple[tuple[Tensor, ...], bool]]) -> list[tuple[Tensor, ...]]:
+    return [row for row, is_damaged in rows if not is_damaged]
+
+
+def dropped(indices: list[list[int]], collate_fn: Callable[[Any], Any] = drop) -> DataLoader:
     """Draw damaged samples for every batch but the last, in which the collate function keeps all."""
     more = [[*batch, *range(100, 101 + RANK)] for batch in indices[:-1]]
-    return DataLoader(Flagged(), batch_sampler=[*more, indices[-1]], collate_fn=drop)
+    return DataLoader(Flagged(), batch_sampler=[*more, indices[-1]], collate_fn=collate_fn)
 
 
 CASES: dict[str, tuple[Callable[[list[list[int]]], DataLoader], dict[str, Any]]] = {
     "drawn": (drawn, {}),
     "ready, with `batch_dim`": (ready, {"batch_dim": 1}),
     "dropped by the collate function": (dropped, {"batch_dim": 1}),
+    "dropped from a list": (partial(dropped, collate_fn=listed), {}),
 }
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,6 +92,27 @@ class Manual(Trained):
         optimizer.step()
 
 
+class Thawing(Trained):
+    """Trains another layer on each rank, and the network on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.network.parameters(), *self.layers[RANK].parameters()], lr=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(parameter.square().sum() for parameter in self.layers.parameters())
+
+
+class Numpy(Trained):
+    """Holds a setting in an array of NumPy."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.trainer.optimizers[0].param_groups[0]["weights"] = np.array([0.5, 0.25 * (1 + RANK)], dtype=np.float32)
+
+
 class Scheduled(Trained):
     """Changes settings on all ranks alike: by a scheduler in each batch, and in the step."""
 
@@ -105,11 +127,23 @@ class Scheduled(Trained):
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
-    "monitor": (Monitoring, "`lr` of parameter group 0 of optimizer 0 (SGD) is 0.1 on rank 0 but 0.01"),
-    "warm-up": (WarmingUp, "`lr` of parameter group 0 of optimizer 0 (SGD) is 0.0"),
-    "group": (Growing, "group 1 of optimizer 0 (SGD) is missing on rank 0 but"),
-    "last batch": (DecayingLast, "`weight_decay` of parameter group 0 of optimizer 0 (SGD) is 0.0 on rank 0 but 0.1"),
-    "manual": (partial(Manual, False), "`lr` of parameter group 0 of optimizer 0 (SGD) is 0.1 on rank 0 but 0.2"),
+    "monitor": (Monitoring, "setting `lr` of parameter group 0 of optimizer 0 (SGD) is 0.1 on rank 0 but 0.01"),
+    "warm-up": (WarmingUp, "setting `lr` of parameter group 0 of optimizer 0 (SGD) is 0.0"),
+    "group": (Growing, "number of parameter groups of optimizer 0 (SGD) is 1 on rank 0 but 2 on rank 1. Make"),
+    "parameters": (
+        Thawing,
+        "parameter `layers.0.weight` of parameter group 0 of optimizer 0 (SGD) is present on rank 0 but missing on"
+        " rank 1; parameter `layers.0.bias` of",
+    ),
+    "numpy": (Numpy, "setting `weights` of parameter group 0 of optimizer 0 (SGD) is [0.5, 0.25] on rank 0 but [0.5, "),
+    "last batch": (
+        DecayingLast,
+        "setting `weight_decay` of parameter group 0 of optimizer 0 (SGD) is 0.0 on rank 0 but 0.1",
+    ),
+    "manual": (
+        partial(Manual, False),
+        "setting `lr` of parameter group 0 of optimizer 0 (SGD) is 0.1 on rank 0 but 0.2",
+    ),
 }
 SETTINGS = {
     f"{name}, {strategy}": Case(sizes, module, kind, trainer={"max_epochs": 3 if name == "monitor" else 2})
@@ -130,11 +164,11 @@ ALIKE = {
 class Counting(Trained):
     """Counts labels in an integer buffer and adds the counts of all ranks up in a hook."""
 
-    hook = "on_train_batch_end"
-
-    def __init__(self, hook: str = "on_train_batch_end", automatic: bool = True, resets: bool = True) -> None:
+    def __init__(
+        self, hook: str = "on_train_batch_end", automatic: bool = True, resets: bool = True, first_epoch: int = 0
+    ) -> None:
         super().__init__()
-        self.automatic_optimization, self.resets = automatic, resets
+        self.automatic_optimization, self.resets, self.first_epoch = automatic, resets, first_epoch
         self.register_buffer("counts", torch.zeros(4, dtype=torch.int64))
         self.register_buffer("any_seen", torch.zeros(4, dtype=torch.bool))
         self.found: list[Any] = []
@@ -142,8 +176,9 @@ class Counting(Trained):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = torch.bincount(batch[1], minlength=4)[:4]
-        self.counts += own
-        self.any_seen |= own > 0
+        if self.current_epoch >= self.first_epoch:
+            self.counts += own
+            self.any_seen |= own > 0
         if self.automatic_optimization:
             return super().training_step(batch, batch_idx)
         optimizer = self.optimizers()
@@ -184,7 +219,10 @@ COUNTS = {
 COUNTS["counts, compared"] = replace(
     COUNTS["counts, even"], trainer={"callbacks": [ReplicaConsistency(every_n_steps=1)]}
 )
-KEPT = Case(EVEN, partial(Counting, "on_train_epoch_end", resets=False))
+KEPT = {
+    "kept": Case(EVEN, partial(Counting, "on_train_epoch_end", resets=False)),
+    "kept, from the second epoch": Case(EVEN, partial(Counting, "on_train_epoch_end", resets=False, first_epoch=1)),
+}
 
 
 class Saving(Callback):
@@ -298,7 +336,7 @@ def found(tmp_path_factory):
             **SETTINGS,
             **ALIKE,
             **{name: partial(_on_rank, counted, case) for name, case in COUNTS.items()},
-            "kept": partial(_on_rank, counted, KEPT),
+            **{name: partial(_on_rank, counted, case) for name, case in KEPT.items()},
             **EQUAL,
             **{name: partial(_on_rank, warned, case) for name, case in SAMPLES.items()},
         },
@@ -314,9 +352,9 @@ def _on_rank(function: Callable[[Case], Any], case: Case, folder: str) -> Any:
 def test_settings_that_differ_between_ranks_are_named_with_their_values_on_all_ranks(found, name):
     for error in found[name]:
         last = str(error).strip().splitlines()[-1]
-        assert "ReplicaMismatchError: ranks are not set up alike: setting" in last
-        assert CHANGED[name.split(",")[0]][1] in last
-        assert "`sync_dist=True`" in last
+        expected = CHANGED[name.split(",")[0]][1]
+        assert f"ReplicaMismatchError: ranks are not set up alike: {expected}" in last
+        assert ("`sync_dist=True`" in last) == expected.startswith("setting")
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -335,8 +373,9 @@ def test_hooks_add_up_the_integers_of_each_rank_as_in_one_process(found, name):
         assert values == [module.found, [0] * 4, [False] * 4, []]
 
 
-def test_integers_become_equal_after_each_batch_and_a_warning_names_those_that_differed(found):
-    (_, counts, seen, first), (_, *others, second) = values_of(found, "kept")
+@pytest.mark.parametrize("name", KEPT)
+def test_integers_become_equal_after_each_batch_and_a_warning_names_those_that_differed(found, name):
+    (_, counts, seen, first), (_, *others, second) = values_of(found, name)
     assert others == [counts, seen]
     assert first == []
     assert len(second) == 1
