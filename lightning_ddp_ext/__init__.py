@@ -23,8 +23,8 @@ from lightning_ddp_ext.errors import (
 )
 
 if TYPE_CHECKING:
+    from lightning_ddp_ext.batches.label_counts import ClassWeights, TokenCount
     from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler
-    from lightning_ddp_ext.batches.weights import ClassWeights, TokenCount
     from lightning_ddp_ext.clusters.environments import CheckedSLURMEnvironment, ManualEnvironment
     from lightning_ddp_ext.distributed.exchange import scatter_objects
     from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer

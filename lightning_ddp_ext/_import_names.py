@@ -32,14 +32,14 @@ PUBLIC = {
     "BalancedDDPStrategy": "strategies.balanced_ddp",
     "BalancedDataParallelStrategy": "strategies.balanced_dp",
     "CheckedSLURMEnvironment": "clusters.environments",
-    "ClassWeights": "batches.weights",
+    "ClassWeights": "batches.label_counts",
     "DDPCheckpointStrategy": "strategies.explicit_ddp",
     "DDPJoinStrategy": "strategies.ddp_join",
     "ExplicitDDPStrategy": "strategies.explicit_ddp",
     "GradientReducer": "reducer.gradient_reducer",
     "ManualEnvironment": "clusters.environments",
     "TokenBudgetBatchSampler": "batches.token_batches",
-    "TokenCount": "batches.weights",
+    "TokenCount": "batches.label_counts",
     "scatter_objects": "distributed.exchange",
 }
 STRATEGIES = {

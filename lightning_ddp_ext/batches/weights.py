@@ -1,168 +1,19 @@
-"""Weights of batches and of their parts, for combining losses, gradients and logged values, and counters of samples."""
+"""Weights of batches and of their parts, in losses, gradients and logged values; windows of accumulated gradients."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import walk_stack
 from typing import Any, Literal, get_args
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext._compat.torch import replaced_collectives
 from lightning_ddp_ext._validation import as_number
+from lightning_ddp_ext.batches.label_counts import TokenCount
+from lightning_ddp_ext.batches.sample_counts import BatchSamples
 from lightning_ddp_ext.errors import WarnOnce
-
-Labels = str | int | Callable[[Any], Tensor | Sequence[Tensor]]
-
-_IGNORED = -100  # by default, in torch's losses
-_OF_DECODERS = ("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")  # of encoder-decoder models
-
-
-@dataclass
-class TokenCount:
-    """Weight of a batch whose loss is a mean over tokens: the number of labels that the loss does not ignore.
-
-    `weight_by="tokens"` means `TokenCount()`.
-
-    HuggingFace's causal language models get their inputs as labels, and predict the next token: the loss leaves out the
-    first label of each row. This is assumed if all labels that are not ignored are equal to `input_ids`. The strategy
-    says once what it has found.
-
-    If the batch is on an accelerator, the host waits once per batch for the number of tokens.
-
-    Args:
-        labels: The key, attribute or index of the labels in a batch, or a function that returns them: one tensor of
-            integers, or a sequence of tensors.
-        ignore_index: The label that the loss ignores.
-        shift: Whether the loss leaves out the first label of each row, along the last dimension; None to find out.
-
-    Raises:
-        ValueError: In training, if a batch has no such labels, or only some batches have labels equal to `input_ids`.
-
-    Examples:
-        >>> import torch
-        >>> labels = torch.tensor([[5, 6, 7, -100], [5, 6, -100, -100]])
-        >>> TokenCount()({"labels": labels})
-        5.0
-        >>> TokenCount()({"labels": labels, "input_ids": labels.clamp(min=0)})
-        3.0
-    """
-
-    labels: Labels = "labels"
-    ignore_index: int = _IGNORED
-    shift: bool | None = None
-    _is_shifted: bool | None = field(default=None, init=False, repr=False, compare=False)  # as the batches have shown
-
-    def __call__(self, batch: Any) -> float:
-        """Return the number of labels of a batch that count."""
-        labels = _find_labels(batch, self.labels, type(self).__name__)
-        is_causal = len(labels) == 1 and all(_entry(batch, name) is None for name in _OF_DECODERS)
-        inputs = _entry(batch, "input_ids") if is_causal else None
-        is_comparable = isinstance(inputs, Tensor) and inputs.shape == labels[0].shape
-        numbers = [self._count(part, inputs if is_comparable else None) for part in labels]
-        every, later, differing = map(int, torch.stack(numbers).sum(dim=0).tolist())  # the host waits here
-        if not every:
-            return 0.0
-        return float(later if self._find_shift(is_shifted=not differing) else every)
-
-    @property
-    def finding(self) -> str | None:
-        """A description of the weights, or None before the first batch."""
-        shift = self._is_shifted if self.shift is None else self.shift
-        if shift is None:
-            return None
-        labels = f"`{self.labels}`" if isinstance(self.labels, str | int) else "labels"
-        first = " and the first of each row, as the loss of a causal language model" if shift else ""
-        if shift and self.shift is None:
-            first += "; if the model is none, pass `TokenCount(shift=False)`"
-        return f"The weight of a batch is its number of {labels} without {self.ignore_index}{first}"
-
-    def _count(self, labels: Tensor, inputs: Tensor | None) -> Tensor:
-        """Return the numbers of labels that count: all, all but the first of each row, all that differ from inputs."""
-        counted = labels != self.ignore_index
-        later = counted[..., 1:] if counted.dim() else counted
-        differing = counted if inputs is None else counted & (inputs != labels)
-        return torch.stack([counted.sum(), later.sum(), differing.sum()])
-
-    def _find_shift(self, is_shifted: bool) -> bool:
-        if self.shift is not None:
-            return self.shift
-        if self._is_shifted and not is_shifted:
-            raise ValueError(
-                "`weight_by` counts tokens: in earlier batches, all labels were equal to `input_ids`, as for a"
-                " causal language model, and in this batch they are not. Pass `TokenCount(shift=True)` if the loss"
-                " leaves out the first label of each row, else `TokenCount(shift=False)`."
-            )
-        if self._is_shifted is None:
-            self._is_shifted = is_shifted
-        return self._is_shifted
-
-
-@dataclass
-class ClassWeights:
-    """Weight of a batch whose loss is a mean with class weights: the sum of the class weights of its labels.
-
-    `torch.nn.CrossEntropyLoss(weight=...)` and `NLLLoss(weight=...)` divide by this sum.
-
-    The host waits for the sum once per batch, if the batch is on an accelerator.
-
-    Args:
-        weight: The class weights, of shape (classes,).
-        labels: The key, attribute or index of the labels in a batch, or a function that returns them: one tensor of
-            integers, or a sequence of tensors. By default the second entry of a pair.
-        ignore_index: The label that the loss ignores.
-
-    Raises:
-        ValueError: If `weight` is not a vector; in training, if a batch has no such labels.
-
-    Examples:
-        >>> import torch
-        >>> ClassWeights(torch.tensor([1.0, 3.0]))((torch.zeros(4, 8), torch.tensor([0, 1, 1, 0])))
-        8.0
-    """
-
-    weight: Tensor
-    labels: Labels = 1
-    ignore_index: int = _IGNORED
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.weight, Tensor) or self.weight.dim() != 1:
-            shape = list(self.weight.shape) if isinstance(self.weight, Tensor) else type(self.weight).__name__
-            raise ValueError(f"`weight` must be a tensor with one weight per class, got {shape}.")
-        self.weight = self.weight.detach().cpu().double()  # not every device has float64
-
-    def __call__(self, batch: Any) -> float:
-        """Return the sum of the class weights of the labels of a batch."""
-        total = 0.0
-        for part in _find_labels(batch, self.labels, type(self).__name__):
-            part = part.cpu()
-            total += float(self.weight[part[part != self.ignore_index].long()].sum())
-        return total
-
-
-def _find_labels(batch: Any, labels: Labels, name: str) -> Sequence[Tensor]:
-    found = labels(batch) if callable(labels) else _entry(batch, labels)
-    parts = [found] if isinstance(found, Tensor) else found
-    is_sequence = isinstance(parts, Sequence) and not isinstance(parts, str | bytes)
-    kinds = {part.dtype if isinstance(part, Tensor) else None for part in parts} if is_sequence else set()
-    if not kinds or any(kind is None or kind.is_floating_point or kind.is_complex for kind in kinds):
-        got = "None" if found is None else f"a {found.dtype} tensor" if isinstance(found, Tensor) else f"{type(found)}"
-        where = "its function" if callable(labels) else f"{labels!r}"
-        raise ValueError(
-            f"`weight_by` counts labels, and {where} of a batch of type {type(batch).__name__} is {got}. Pass"
-            f" `{name}(labels=...)` with the key, attribute or index of a tensor of integers, or with a function"
-            " `batch -> labels`."
-        )
-    return parts
-
-
-def _entry(batch: Any, name: str | int) -> Any:
-    """Return an entry of a batch by its key, attribute or index; None if there is none."""
-    if isinstance(name, int):
-        return batch[name] if isinstance(batch, list | tuple) and -len(batch) <= name < len(batch) else None
-    if isinstance(batch, Mapping):
-        return batch.get(name)
-    return getattr(batch, name, None)
-
 
 _Name = Literal["samples", "tokens", "equal", "sum"]
 _MEANINGS = {
@@ -224,18 +75,146 @@ class WeightRule:
         )
 
 
-class SampleCounters:
-    """Recognises numbers that each part of a batch has raised by its number of samples.
+class AccumulationWindow:
+    """The micro-batches whose gradients are added up before ranks synchronise them; then the next window begins.
 
-    With parts of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
+    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
+    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
     """
 
     def __init__(self) -> None:
-        self._known: set[Hashable] = set()
+        self.is_postponed = False  # the synchronisation is, so that the window continues
+        self.skips_pass = False  # the next backward pass has no weight
+        self.begin()
 
-    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[float]) -> bool:
-        """Return True if the number called `key` counts samples, given by how much each part has raised it."""
-        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
-            return False
-        self._known.add(key)
-        return True
+    def begin(self) -> None:
+        """Begin a window, because the gradients of the last one were synchronised or dropped.
+
+        Lightning drops them before the first micro-batch of a window, and a loop of Fabric with `zero_grad`.
+        """
+        self.first = self.total = 0.0
+        self.length = 0
+
+    def add(self, weight: float) -> None:
+        """Add a micro-batch."""
+        self.first = self.first or weight
+        self.total += weight
+        self.length += 1
+
+    def weigh(self, weight: float) -> float:
+        """Return the factor of the loss of a micro-batch that was added with this weight, before its backward pass."""
+        factor = weight / self.first if self.first else 0.0
+        self.skips_pass = not factor
+        return factor
+
+    @contextmanager
+    def postpone(self, is_postponed: bool = True) -> Iterator[None]:
+        """Postpone the synchronisation in a block, maybe inside of another such block."""
+        outer, self.is_postponed = self.is_postponed, self.is_postponed or is_postponed
+        try:
+            yield
+        finally:
+            self.is_postponed = outer
+
+
+class StepWeights:
+    """The weight of a batch of the Trainer in the gradient and in the logged means, and its accumulation window."""
+
+    def __init__(self, rule: WeightRule, samples: BatchSamples, rank: int, counts: bool, is_automatic: bool) -> None:
+        self.window = AccumulationWindow()
+        self.weight = 0.0  # of the micro-batch in the gradient
+        self.log_weight = 0.0  # of the values that it logs
+        self.is_sum = rule.is_sum
+        self.is_by_samples = rule.is_by_samples
+        self._rule = rule
+        self._samples = samples
+        self._rank = rank
+        self._counts = counts and rule.is_by_samples  # else each batch has the weight 1
+        self._is_automatic = is_automatic
+        self._is_added = False  # the micro-batch is in the window
+
+    def begin(self, begins_window: bool) -> None:
+        """Begin a step, on a rank without a micro-batch too."""
+        self.log_weight = self.weight = 0.0
+        self._is_added = False
+        if begins_window:
+            self.window.begin()
+
+    def weigh(self, batch: Any) -> None:
+        """Weigh the micro-batch of this rank."""
+        samples = self._samples.require(batch, self._rank) if self._counts else 1.0
+        self.log_weight = self.weight = self._rule.weigh(batch, samples)
+
+    def skip(self) -> None:
+        """Give the micro-batch no weight in the gradient, because `training_step` has returned None."""
+        self.weight = 0.0
+        self._rule.warn_of_skip(f"rank {self._rank}")
+
+    def add(self) -> None:
+        """Add the micro-batch to the window, once until a synchronisation."""
+        if not self._is_added or not self.window.length:
+            self._is_added = True
+            self.window.add(self.weight)
+
+    def weigh_loss(self, loss: Tensor, ranks: int) -> Tensor:
+        """Return the loss of the micro-batch, weighted relative to earlier ones; `ranks` have a micro-batch."""
+        self.add()
+        factor = self.window.weigh(self.weight)
+        if factor and not self._is_automatic:
+            # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
+            factor = float(ranks) if self.is_sum else 1.0
+        return loss if factor in (0.0, 1.0) else loss * factor
+
+    def of_window(self, accumulates: int) -> tuple[float, float | None, float | None]:
+        """Return weight, scale and divisor of the window's gradient, whose losses Lightning divides by `accumulates`.
+
+        Under manual optimization the user has averaged the accumulated losses.
+        """
+        if self._is_automatic:
+            return self.window.total, self.window.first * accumulates, 1.0 if self.is_sum else None
+        return min(self.window.total, 1.0) if self.is_sum else self.window.total, None, None
+
+
+_COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
+_NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses
+
+
+class CommunicationWatch:
+    """Warns if a step communicates between ranks whose batches have different numbers of samples."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._epoch: int | None = None  # in which a step has been watched
+        self._communicates = False  # `training_step` has issued collectives that combine values of ranks
+        self._warn = WarnOnce()
+
+    def watch(self, epoch: int, weights: StepWeights, own: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """Note collectives in a block, except in the group `own`.
+
+        Only in the first step of an epoch, because replacing collectives takes time, and if samples are the weights.
+        """
+        if self._epoch == epoch or self._communicates or not weights.is_by_samples:
+            return nullcontext()
+        self._epoch = epoch
+
+        def find(group: dist.ProcessGroup, name: str) -> None:
+            if name.startswith(_COMBINING) and group is not own:
+                callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(None)]
+                self._communicates |= not any(module.startswith(_NO_LOSS) for module in callers)
+
+        def resolve(group: dist.ProcessGroup) -> dist.ProcessGroup:
+            find(group, _COMBINING[0])
+            return group
+
+        return replaced_collectives(find, resolve, lambda: None, lambda name: None)
+
+    def warn(self, weights: Sequence[float]) -> None:
+        """Warn once, on the first rank with data, given the weights of all ranks in the last synchronisation."""
+        known = [*filter(None, weights)]
+        if not self._communicates or len({*known}) < 2 or self._rank != list(weights).index(known[0]):
+            return
+        self._warn(
+            "`training_step` communicates between ranks, whose batches have different numbers of samples. A loss"
+            " that each rank computes from the features or statistics of all ranks, as in SimCLR, CLIP or Barlow"
+            ' Twins, needs `weight_by="equal"`. Ignore this if the loss is a mean over the samples of one rank.'
+        )

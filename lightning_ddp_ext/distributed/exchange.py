@@ -67,12 +67,6 @@ def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
-def add_up(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Add up values over the ranks in place, and return them."""
-    dist.all_reduce(values, group=group)
-    return values
-
-
 def gather_integer(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the 64-bit integer of each rank; one collective."""
     return [numbers[0] for numbers in gather_integers([value], group)]

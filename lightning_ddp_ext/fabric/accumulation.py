@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import version_of
+from lightning_ddp_ext.batches.weights import AccumulationWindow
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import LoopBatch
 from lightning_ddp_ext.reducer.control import Control, ControlField
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.steps.weights import AccumulationWindow
 
 _DIFFERENT = -1.0
 

@@ -22,6 +22,7 @@ from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.batches.sample_counts import BatchSamples
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
@@ -34,7 +35,6 @@ from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state
 from lightning_ddp_ext.steps.balancer import ShareBalancer

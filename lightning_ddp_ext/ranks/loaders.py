@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
-from lightning_ddp_ext.ranks.sample_counts import count_drawn, mean_count
+from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 
 LOOKAHEAD = 2  # batches that are fetched ahead at most: one by the loop, one to know if this rank has a next batch
 

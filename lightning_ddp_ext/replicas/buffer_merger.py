@@ -1,6 +1,6 @@
 """Buffers of replicas, batch normalisation statistics among them."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,25 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, equal_or_nan
-from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.replica import Replicas, is_expanded
+
+
+class SampleCounters:
+    """Recognises numbers that each part of a batch has raised by its number of samples.
+
+    With parts of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[float]) -> bool:
+        """Return True if the number called `key` counts samples, given by how much each part has raised it."""
+        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
+            return False
+        self._known.add(key)
+        return True
 
 
 class BufferMerger:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
 from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -22,7 +23,6 @@ from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combin
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
 from lightning_ddp_ext.join.predictions import Finished, compare_finished
 from lightning_ddp_ext.ranks.loaders import FetchedBatch
-from lightning_ddp_ext.ranks.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, ResumableRng, state_with_position
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.samplers import GlobalBatches, NoSamples, ShareCollate, SharedSampler, compare_batches

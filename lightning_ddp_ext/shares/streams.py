@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.ranks.sample_counts import count_drawn
+from lightning_ddp_ext.batches.sample_counts import count_drawn
 from lightning_ddp_ext.shares.costs import SampleCost
 from lightning_ddp_ext.shares.samplers import GlobalBatches, ShareCollate
 from lightning_ddp_ext.shares.table import Division

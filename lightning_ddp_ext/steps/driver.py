@@ -15,12 +15,13 @@ from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
+from lightning_ddp_ext.batches.sample_counts import BatchSamples
+from lightning_ddp_ext.batches.weights import AccumulationWindow, CommunicationWatch, StepWeights
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.steps.active_ranks import ActiveRankCollectives
@@ -28,7 +29,6 @@ from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.logged_values import LoggedValues
 from lightning_ddp_ext.steps.step_guard import StepGuard
 from lightning_ddp_ext.steps.step_mirror import StepBroadcast, StepMirror
-from lightning_ddp_ext.steps.weights import AccumulationWindow, CommunicationWatch, StepWeights
 
 _PASSES = 2**20  # more than a batch has synchronised backward passes; positions of 2 ** 33 batches fit into float64
 WindowSum = tuple[float, float | None, float | None]
@@ -337,7 +337,7 @@ class StepDriver:
         self.participation = self._all
         if self.gradient is not None:
             self.gradient.reducer.buffers.settle()  # all ranks end the batch, and all its hooks have run
-            self._communication.warn(self.gradient.reducer.control)
+            self._communication.warn(self.gradient.reducer.control.weights)
         self.logged.begin()
 
     def end_epoch(self) -> None:

@@ -20,10 +20,10 @@ from lightning_ddp_ext._compat.lightning_logging import (
     set_latest,
 )
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.distributed.exchange import add_up, gather_integer, gather_objects
+from lightning_ddp_ext.batches.sample_counts import sums_and_means
+from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.ranks.loaders import StepParticipation
-from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 from lightning_ddp_ext.reducer.control import ControlField
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user
@@ -154,7 +154,9 @@ class LoggedValues:
         device = self._module.device
         own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
         stacked = torch.stack(own)
-        sums, means = sums_and_means(stacked, None if self._is_shadow else weight, partial(add_up, group=self._group))
+        sums, means = sums_and_means(
+            stacked, None if self._is_shadow else weight, partial(dist.all_reduce, group=self._group)
+        )
         largest = torch.stack(
             [-one if operation == "min" else one for one, operation in zip(own, operations, strict=True)]
         )

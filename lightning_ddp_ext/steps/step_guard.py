@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_ddp_ext._compat.torch import are_identical
+from lightning_ddp_ext.batches.sample_counts import sums_and_means
 from lightning_ddp_ext.consistency import compare_setups, describe, fingerprint, value_to_text
-from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsynchronizedGradientsError
-from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 from lightning_ddp_ext.reducer.control import list_others
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
@@ -193,7 +193,7 @@ class StepGuard:
         value = torch.as_tensor(loss, device=_parameters(optimizer)[0].device).detach().reshape(1)
         # The loss of a shadow step has weight 0, and is left out of sums. In an uneven step of the Trainer, collectives
         # are redirected to the ranks that run the step.
-        sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
+        sums, means = sums_and_means(value, None if is_sum and not weight else weight, dist.all_reduce)
         return (sums if is_sum else means)[0]
 
 

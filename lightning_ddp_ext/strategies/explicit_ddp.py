@@ -40,14 +40,14 @@ from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.batches.sample_counts import BatchSamples
+from lightning_ddp_ext.batches.weights import StepWeights, WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, combine_counted
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.reducer.bucket_scheduler import CommHook, takes_group
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
@@ -60,7 +60,6 @@ from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.stall_watch import StallWatch
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.steps.weights import StepWeights
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from lightning_ddp_ext.strategies.launching import receive_predictions, run_on_rank, unshare

@@ -10,8 +10,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ddp_ext.batches.sample_counts import BatchSamples, mean_count
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, CountedLoader, combine_counted
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader, ResumableRng
 
 

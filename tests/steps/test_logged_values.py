@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
+from lightning_ddp_ext.batches.sample_counts import BatchSamples
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.ranks.loaders import StepParticipation
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.steps.logged_values import LoggedValues
 from tests.support.fake_group import run_ranks

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_ext.batches.weights import WeightRule
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
+from lightning_ddp_ext.batches.sample_counts import BatchSamples, sums_and_means
+from lightning_ddp_ext.batches.weights import AccumulationWindow, StepWeights, WeightRule
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.steps.weights import AccumulationWindow, StepWeights
 
 GRADIENTS = [1.0, 4.0, 9.0]  # of the losses of micro-batches
 
@@ -88,7 +87,7 @@ def test_blocks_that_postpone_synchronisation_may_contain_each_other():
 
 def test_a_rank_without_values_is_in_no_mean_and_no_sum():
     other = torch.tensor([[3.0, 1.0], [6.0, 2.0]], dtype=torch.float64)  # a value of 3 with weight 2
-    sums, means = sums_and_means(torch.tensor([5.0]), None, lambda own: own + other)
+    sums, means = sums_and_means(torch.tensor([5.0]), None, lambda own: own.add_(other))
     assert (sums.tolist(), means.tolist()) == ([3.0], [3.0])
 
 

@@ -37,6 +37,11 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSample
 
 def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
     """Return how many of the samples a batch holds, as graphs, by their own arrays, or in stacks of such shapes."""
+    parts, of_first = _items(batch), _items(samples[0])
+    if parts and all(type(part) is Tensor and part.shape[:1] == (len(samples),) for part in parts):
+        shallow = max(part.ndim for part in parts) - 1  # in one pass, since most batches are stacks of all samples
+        if all(one.ndim <= shallow if type(one) is Tensor else isinstance(one, int | float | str) for one in of_first):
+            return len(samples)
     graphs = [part.num_graphs for part in walk(batch) if isinstance(getattr(part, "num_graphs", None), int)]
     arrays = [array for array in _arrays(batch) if array.ndim]
     depth, of_sample = (max((one.ndim for one in _arrays(value)), default=0) for value in (batch, samples[0]))
@@ -54,6 +59,11 @@ def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
         if (*shape[:dim], *shape[dim + 1 :]) in shapes
     ]
     return max(stacked)[-1] if stacked else None  # of the largest array
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of a plain container, or another value as a single item."""
+    return [*value.values()] if type(value) is dict else [*value] if type(value) in (list, tuple) else [value]
 
 
 def _arrays(value: Any) -> list[Any]:
@@ -137,7 +147,9 @@ class BatchSamples:
             return None
 
 
-def sums_and_means(values: Tensor, weight: float | None, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def sums_and_means(
+    values: Tensor, weight: float | None, all_reduce: Callable[[Tensor], object]
+) -> tuple[Tensor, Tensor]:
     """Return the sums and the weighted means of values over ranks in the widest type, with one reduction.
 
     If all weights are zero, or one is unknown (nan), average the ranks equally. A rank without values has the weight
@@ -148,6 +160,6 @@ def sums_and_means(values: Tensor, weight: float | None, add_up: Callable[[Tenso
         own[0, :-1], own[0, -1] = values, 1.0
         # The loss of a batch without weight may be a mean over no samples, thus nan.
         own[1] = own[0] * weight if weight else 0.0
-    totals = add_up(own)
-    equal, weighted = totals[:, :-1] / totals[:, -1:]
-    return totals[0, :-1], torch.where(totals[1, -1] > 0, weighted, equal)
+    all_reduce(own)
+    equal, weighted = own[:, :-1] / own[:, -1:]
+    return own[0, :-1], torch.where(own[1, -1] > 0, weighted, equal)
