@@ -182,6 +182,7 @@ def _describe_all(beats: Heartbeats) -> str:
     return "; ".join(f"rank {rank}: {_position_of(beats, rank)}" for rank in sorted(beats.peers))
 
 
+_APART = 2  # heartbeats without a change in which ranks that wait for different messages are found
 _MISSED = 2  # heartbeats that a rank misses before it is considered gone, after a connection is gone
 _LOOK = 0.1  # seconds
 _STOPPED = "Its process has been stopped, or its host or the link to it is gone."
@@ -263,6 +264,14 @@ def _find_stalled_ranks(beats: Heartbeats, unanswered: float, limit: float) -> F
             " the link to it is gone.",
         )
     peers = beats.peers.values()
+    messages = {rank: str(peer.state.get("awaits", "")) for rank, peer in sorted(beats.peers.items())}
+    are_known = len(peers) == beats.world_size and all(messages.values()) and len({*messages.values()}) > 1
+    if are_known and all(peer.state.get("waits") and peer.stillness >= _APART * beats.interval for peer in peers):
+        listed = "; ".join(f"rank {rank} for {message}" for rank, message in messages.items())
+        return Failure(
+            "stalled",
+            f"ranks wait for different messages: {listed}. Run equally many backward passes on every rank.",
+        )
     # A rank that receives bytes is not still: a large or slow transfer is no deadlock.
     is_deadlock = len(peers) == beats.world_size and all(
         peer.state.get("waits")

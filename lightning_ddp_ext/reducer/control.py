@@ -21,10 +21,11 @@ class ControlField:
         of_ranks: The numbers of all ranks in the last message, the same on every rank; empty before the first message.
     """
 
-    def __init__(self, check: Check | None = None) -> None:
+    def __init__(self, check: Check | None = None, in_every_message: bool = False) -> None:
         self.value = 0.0
         self.of_ranks: Sequence[float] = ()
         self.check = check
+        self.in_every_message = in_every_message
 
 
 class Control:
@@ -45,12 +46,13 @@ class Control:
         self._fields: list[ControlField] = []
         self.count = self.add(self._check_count)  # of synchronisations
 
-    def add(self, check: Check | None = None) -> ControlField:
+    def add(self, check: Check | None = None, in_every_message: bool = False) -> ControlField:
         """Add a field to all later messages. Call on every rank at the same point.
 
         `check` gets the numbers of all ranks from each message, on every rank, and raises an error if they do not fit.
+        Messages without a synchronisation, see `exchange`, have only the fields that are `in_every_message`.
         """
-        self._fields.append(ControlField(check))
+        self._fields.append(ControlField(check, in_every_message))
         return self._fields[-1]
 
     @property
@@ -87,19 +89,24 @@ class Control:
         of_ranks = self.length(0, sums.dtype)
         sent = sums[:of_ranks]
         sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
-        columns = zip(*sent.reshape(self._ranks, -1).tolist(), strict=True)
-        for field, column in zip(self._fields, columns, strict=True):
-            field.of_ranks = column
-        for field in self._fields:
-            if field.check is not None:
-                field.check(field.of_ranks)
+        self._receive(self._fields, sent.reshape(self._ranks, -1))
         return sums[of_ranks:].tolist()
 
     def exchange(self) -> None:
-        """Send the fields without a synchronisation. Call on every rank."""
-        message = self.write(bytearray(), torch.float64)
-        dist.all_reduce(message, group=self._group)
-        self.read(message)
+        """Send some fields without a synchronisation. Call on every rank."""
+        fields = [field for field in self._fields if field.in_every_message]
+        own = torch.tensor([field.value for field in fields], dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self._ranks)]
+        # No all-reduce: gloo would abort a process whose peer makes one of another size. So the ranks wait.
+        dist.all_gather(rows, own, group=self._group)
+        self._receive(fields, torch.stack(rows))
+
+    def _receive(self, fields: Sequence[ControlField], of_ranks: Tensor) -> None:
+        for field, column in zip(fields, zip(*of_ranks.tolist(), strict=True), strict=True):
+            field.of_ranks = column
+        for field in fields:
+            if field.check is not None:
+                field.check(field.of_ranks)
 
     def close(self) -> None:
         """Forget the fields, whose checks may refer to owners of the process group, and the group."""

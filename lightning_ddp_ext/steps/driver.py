@@ -44,8 +44,9 @@ class GradientDriver:
         self.reducer = reducer
         self.window = window
         self.guard = guard
+        self.awaits = ""  # the message that this rank sends, in words, for a report of ranks that wait for others
         self._balance = balance
-        self._next = reducer.control.add()
+        self._next = reducer.control.add(in_every_message=True)
         if balance is not None:
             balance.connect(reducer.control)
 
@@ -74,11 +75,13 @@ class GradientDriver:
         window.begin()
         self.guard.send(position)
         self._next.value = 0 if ahead is None else ahead.local
+        self.awaits = f"the gradients of {self.guard.describe_position(position)}"
         with reducer.synchronize(*of_window):
             if not is_weightless:
                 yield
             if balance is not None:
                 balance.send(ends_step)
+        self.awaits = ""
         if ahead is not None:
             ahead.receive(self._next.of_ranks)
         if balance is not None:
@@ -87,7 +90,9 @@ class GradientDriver:
     def exchange(self, ahead: HasNextBatch) -> None:
         """Send the control message without a synchronisation."""
         self._next.value = ahead.local
+        self.awaits = f"the end of the step after {self.guard.describe_position(self.guard.position)}"
         self.reducer.control.exchange()
+        self.awaits = ""
         ahead.receive(self._next.of_ranks)
 
     def close(self) -> None:
@@ -138,7 +143,7 @@ class StepDriver:
         # Share the reducer's group: each group costs connections, and a communicator on a device.
         group: Any = self._owned_group if gradient is None else gradient.reducer.process_group
         self.group = group
-        self._keys = ControlField() if control is None else control.add()
+        self._keys = ControlField() if control is None else control.add(in_every_message=True)
         self.logged = LoggedValues(trainer, group, agrees, self._keys)
         self.active = ActiveRankCollectives(group, timeout, trainer.strategy.root_device)
         self.ahead = HasNextBatch(group) if agrees else None

@@ -104,7 +104,9 @@ def describe_position(trainer: Trainer) -> Mapping[str, Any]:
         phase += f", batch {max(0, loop.batch_progress.current.ready - 1)}"
     if getattr(trainer.strategy, "is_shadow", False):
         phase += ", shadow step"
-    return {"step": trainer.global_step, "phase": phase}
+    driver = getattr(trainer.strategy, "driver", None)
+    gradient = None if driver is None else driver.gradient
+    return {"step": trainer.global_step, "phase": phase, "awaits": "" if gradient is None else gradient.awaits}
 
 
 def _finalize(trainer: Trainer) -> None:

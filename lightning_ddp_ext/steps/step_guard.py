@@ -51,8 +51,10 @@ class StepGuard:
         self._held: tuple[list[Tensor], int] = [], 0  # parameters of the known optimizers, and a hash of their places
         control = self.reducer.control
         # Not of `self`: in a cycle with the reducer, the process group would outlive the run.
-        self._position = control.add(partial(_call, weakref.WeakMethod(self._compare_positions)))
-        self._steps, self._optimizers = control.add(), control.add(partial(_call, weakref.WeakMethod(self._check)))
+        positions, optimizers = weakref.WeakMethod(self._compare_positions), weakref.WeakMethod(self._check)
+        self._position = control.add(partial(_call, positions), in_every_message=True)
+        self._steps = control.add(in_every_message=True)
+        self._optimizers = control.add(partial(_call, optimizers), in_every_message=True)
         # The hooks must not keep the module alive.
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
         hooks = ExitStack()

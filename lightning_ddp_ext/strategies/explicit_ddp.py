@@ -572,6 +572,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(self._cleanup.close)
             for loader in self._loaders:
                 stack.callback(loader.close)
+            self._loaders.clear()
             self.driver = self._run = self._random = self._resumed = self.cpu_group = self.find_finished = None
 
 

@@ -100,7 +100,7 @@ class Subclass(torch.optim.SGD):
 
 def make_guard(layer, known=()):
     reducer = SimpleNamespace(
-        control=SimpleNamespace(add=lambda check=None: ControlField(check)),
+        control=SimpleNamespace(add=lambda check=None, in_every_message=False: ControlField(check)),
         has_unsynchronized=lambda parameters: False,
         unmanaged_parameters=lambda parameters: [],
         places={id(parameter): place for place, parameter in enumerate(layer.parameters())},

@@ -198,7 +198,6 @@ def test_wrong_arguments_are_refused_before_ranks_are_started():
     ):
         with pytest.raises(error, match=message):
             BalancedDDPStrategy(**arguments)
-    assert BalancedDDPStrategy(uneven_inputs="join").uneven_inputs == "join"  # LightningCLI passes all defaults
     with pytest.raises(ValueError, match=r"`split=.*` has 3 entries for 2 ranks"):
         quiet_trainer(BalancedDDPStrategy(split=[1, 2, 3]), 2)
 
