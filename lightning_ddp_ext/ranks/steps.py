@@ -100,7 +100,7 @@ class RankSteps(ABC):
         """Compare steps and settings of optimizers, before any hook sees the values of an epoch."""
         if self.fit_gradient is not None and self.trainer.training:
             guard, group = self.fit_gradient.guard, self.fit_gradient.reducer.process_group
-            of_ranks = gather_integers(guard.numbers(reads_devices=True), group)
+            of_ranks = gather_integers(guard.numbers(reads_devices=True), group)  # on every rank, as all end the epoch
             compare_steps(group, of_ranks, self.fit_gradient.reducer.control)
 
     def state_dict(self) -> dict[str, Any]:
