@@ -387,8 +387,7 @@ def _compare_elements(own: Tensor, reference: Tensor, shape: torch.Size) -> str:
     relative = absolute / float(torch.maximum(values.abs(), expected.abs()).max()) if absolute else 0.0
     found, wanted = _element_to_text(own[first]), _element_to_text(reference[first])
     if found == wanted:  # such as nan with other bits
-        both = (bytes(reversed(one[first].tolist())).hex() for one in (bits, bits_of_reference))
-        found, wanted = (f"{found} (0x{digits})" for digits in both)
+        found, wanted = (f"{found} (0x{bytes(one[first].tolist()[::-1]).hex()})" for one in (bits, bits_of_reference))
     return (
         f": {number} element{'s differ' if number > 1 else ' differs'}, first{place} {found} instead of {wanted},"
         f" by up to {absolute:.3g} (relative {relative:.3g})"

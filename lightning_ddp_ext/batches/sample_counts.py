@@ -47,18 +47,20 @@ def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
     depth, of_sample = (max((one.ndim for one in _arrays(value)), default=0) for value in (batch, samples[0]))
     if graphs or not arrays or (depth > of_sample and all(array.shape[0] == len(samples) for array in arrays)):
         return graphs[0] if graphs else None
-    of_samples = [_arrays(sample) for sample in samples]
-    held = set(map(id, arrays))
-    if held <= {id(array) for own in of_samples for array in own}:
-        return sum(any(id(array) in held for array in own) for own in of_samples)
-    shapes = {tuple(array.shape) for own in of_samples for array in own}
-    stacked = [
-        (math.prod(shape), size <= len(samples), size)
-        for shape in (tuple(array.shape) for array in arrays if array.ndim > 1)
-        for dim, size in enumerate(shape)
-        if (*shape[:dim], *shape[dim + 1 :]) in shapes
-    ]
-    return max(stacked)[-1] if stacked else None  # of the largest array
+    if depth <= of_sample:
+        held, of_samples = set(map(id, arrays)), [set(map(id, _arrays(sample))) for sample in samples]
+        return sum(not held.isdisjoint(own) for own in of_samples) if held <= set().union(*of_samples) else None
+    for shown in (samples[:1], samples):  # one sample suffices unless shapes differ, and is faster
+        shapes = {tuple(array.shape) for sample in shown for array in _arrays(sample)}
+        stacked = [
+            (math.prod(shape), size <= len(samples), size)
+            for shape in (tuple(array.shape) for array in arrays)
+            for dim, size in enumerate(shape)
+            if len(shape) > 1 and (*shape[:dim], *shape[dim + 1 :]) in shapes
+        ]
+        if stacked:
+            return int(max(stacked)[-1])  # of the largest array
+    return None
 
 
 def _items(value: Any) -> list[Any]:

@@ -41,9 +41,7 @@ class BufferTable:
         self._tree: list[object] = [None]
         self.names: list[str] = []
         self.places: list[tuple[nn.Module, str]] = []  # owners and names
-        self.entries: list[Tensor | None] = []
         self.specs: list[_Spec | None] = []
-        self.structure = 0
         self.update()
 
     def update(self) -> None:
@@ -127,7 +125,7 @@ def average_buffers(
     received: dict[torch.device, Iterator[Tensor]] = {}
     for wire_device, parts in messages.items():
         flat = torch.cat(parts)
-        dist.all_reduce(flat, group=group)
+        dist.all_reduce(flat, group=group)  # on every rank, as all ranks have buffers of the same shapes
         received[wire_device] = iter(torch.split(flat, [part.numel() for part in parts]))
     for (device, dtype), members in kinds.items():
         arrived = received[device] if device in received else received[torch.device("cpu")]
@@ -281,7 +279,7 @@ class BufferSynchronizer:
         self._compared.update(own.keys())
         small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         large = [buffer for buffer in buffers.values() if buffer.nbytes > _LARGE_BYTES]
-        if large:
+        if large:  # on every rank, since shapes are equal
             by_rank = gather_integers([fingerprint(buffer) for buffer in large], self._group)
             large = [buffer for buffer, *prints in zip(large, *by_rank, strict=True) if len(set(prints)) > 1]
         # Pieces take less memory at once.

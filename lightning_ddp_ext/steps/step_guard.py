@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -105,7 +106,7 @@ class StepGuard:
         """Return the steps, and a hash of optimizers, parameters and settings; `reads_devices` if the host may wait."""
         if self.announced is not None:
             return self.steps, self.announced
-        held = [parameter for optimizer in self.known() for parameter in _parameters(optimizer)]
+        held = [*chain.from_iterable(map(_parameters, self.known()))]
         if not are_identical(held, self._held[0]):
             self._held = held, hash(tuple(self.reducer.places.get(id(parameter), -1) for parameter in held))
         settings = [_plain([*group.values()], reads_devices) for *_, group in self._groups()]
@@ -225,4 +226,4 @@ def _call(method: "weakref.WeakMethod[Any]", *args: Any) -> Any:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
