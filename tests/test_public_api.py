@@ -70,8 +70,8 @@ UPSTREAM = ["lightning", "torch", "torchmetrics"]
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder, or a module beside the folders, imports from those to its right only.
 LAYERS = [
-    "cli", "callbacks", "fabric", "strategies", "shares", "join", "resume", "ranks", "replicas", "clusters",
-    "activation_checkpointing", "reducer", "consistency", "distributed", "batches", "_compat",
+    "cli", "callbacks", "fabric", "strategies", "shares", "join", "ranks", "loaders", "resume", "replicas",
+    "clusters", "activation_checkpointing", "reducer", "consistency", "distributed", "batches", "_compat",
 ]  # fmt: skip
 
 

@@ -68,6 +68,19 @@ def split_batch(batch: Any, sizes: Sequence[int] | Callable[[int], Sequence[int]
     return chunks
 
 
+def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
+    """Return the number of samples that a collate function has received, see `iterate_counting`."""
+    if not isinstance(samples, list):
+        return None  # `__getitems__` of the dataset may return a table or a tuple of columns
+    if len(samples) == 1 and batch is samples[0]:
+        return None  # nothing was collated: the dataset has made the batch
+    # The only sample of a last batch was collated as the samples of the batches before it.
+    if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
+        return None
+    # Datasets return None for a broken sample, which the collate function skips.
+    return sum(sample is not None for sample in samples) or None
+
+
 def may_be_one_sample(batch: Any) -> bool:
     """Return True if a batch has a dimension, list or tuple of size 1, or no arrays."""
     lengths: list[int] = []

@@ -26,7 +26,7 @@ from lightning_ddp_ext._compat.torchmetrics import Gather, list_states, tensor_s
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.distributed.exchange import add_up, gather_different, gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError, UnsupportedFeatureError
-from lightning_ddp_ext.ranks.loaders import StepParticipation
+from lightning_ddp_ext.loaders.step_loader import StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user

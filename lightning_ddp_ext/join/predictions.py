@@ -18,7 +18,7 @@ from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.loaders import FetchedBatch
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch
 from lightning_ddp_ext.resume.rng_state import drawing_alike
 
 _CPU = torch.device("cpu")

@@ -26,16 +26,15 @@ from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.distributed.exchange import StoreMailbox, destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
-from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, SteppedCombinedLoader
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.metrics import LoggedValues
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
-from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, LockstepSource, UnevenInputs
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader, iterables_and_mode
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
-from lightning_ddp_ext.resume.resumable_loader import ResumableRng
+from lightning_ddp_ext.resume.rng_state import ResumableRng
 
 
 class LockstepSteps(RankSteps):
@@ -74,7 +73,7 @@ class LockstepSteps(RankSteps):
         self._batch_samples = 0.0  # in evaluation; nan if unknown
         self._runs_among_active = False
         self._batch_stack = ExitStack()
-        self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
+        self._loaders: WeakSet[StepLoader] = WeakSet()
         watch_logging(
             cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self.end_epoch,
             self.logged.check_epoch,
@@ -96,16 +95,14 @@ class LockstepSteps(RankSteps):
         if self._mirror is None and dist.is_initialized():  # otherwise it is the reducer's
             destroy_group(self.group)
 
-    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> SteppedCombinedLoader:
+    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> StepLoader:
         """Combine the loaders of a loop so that all ranks make the same steps; `rng` is None in evaluation."""
-        loader = LockstepCombinedLoader(
-            *iterables_and_mode(given, is_training=rng is not None),
+        source = LockstepSource(
             self.group,
             "join" if rng is None else self._uneven_inputs,  # evaluation includes every sample in any case
             HasNextBatch(self.group) if rng is None else self._has_next_batch,
-            rng,
         )
-        loader.prefetcher = prefetcher
+        loader = StepLoader(*iterables_and_mode(given, is_training=rng is not None), source, rng, prefetcher)
         self._loaders.add(loader)
         return loader
 

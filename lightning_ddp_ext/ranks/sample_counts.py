@@ -1,7 +1,7 @@
 """Numbers of samples per batch, and means over ranks that are weighted by them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,27 +9,8 @@ from torch import Tensor
 
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.containers import is_array, walk
-from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
+from lightning_ddp_ext.batches.splitting import count_samples
 from lightning_ddp_ext.errors import BatchSplitError, WarnOnce
-
-
-def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
-    """Return the number of samples that a collate function has received, see `iterate_counting`."""
-    if not isinstance(samples, list):
-        return None  # `__getitems__` of the dataset may return a table or a tuple of columns
-    if len(samples) == 1 and batch is samples[0]:
-        return None  # nothing was collated: the dataset has made the batch
-    # The only sample of a last batch was collated as the samples of the batches before it.
-    if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
-        return None
-    # Datasets return None for a broken sample, which the collate function skips.
-    return sum(sample is not None for sample in samples) or None
-
-
-def mean_count(counts: Sequence[int | None]) -> float | None:
-    """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
-    known = [count for count in counts if count is not None]
-    return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
 
 class BatchSamples:

@@ -23,7 +23,7 @@ from lightning_ddp_ext._compat.torch import replaced_collectives
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.distributed.exchange import add_up, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError, WarnOnce
-from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch, StepParticipation
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.control import compare_steps
@@ -61,7 +61,7 @@ class RankSteps(ABC):
         if not is_hook_of_loop(self.module, "batch_to_device"):
             return
         combined = active_combined_loader(self.trainer)
-        if isinstance(combined, CountedCombinedLoader):
+        if isinstance(combined, StepLoader):
             self.begin_fetched(batch, combined.fetched.popleft())
         else:
             self.samples.begin(None)

@@ -12,16 +12,16 @@ from typing_extensions import override
 from lightning_ddp_ext._devices import reports_memory
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.balance_controller import PeakMemory
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.predictions import none_finished
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
-from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader, iterables_and_mode
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient
-from lightning_ddp_ext.resume.resumable_loader import ResumableRng
+from lightning_ddp_ext.resume.rng_state import ResumableRng
 from lightning_ddp_ext.shares.balancer import ShareBalancer
-from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
+from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable
 
 
@@ -55,28 +55,30 @@ class SharedBatchSteps(LockstepSteps):
         self._peaks = PeakMemory() if self.balancer.controller is not None and has_own_memory(trainer) else None
         self._seed = seed
         self._resumed_states: list[Any] = []  # of the samplers' generators
-        self._training_loader: SharedCombinedLoader | None = None
+        self._training_loader: StepLoader | None = None
         if resumed:
             self._resumed_states = resumed["samplers"]
             if self.balancer.load_state_dict(resumed["controller"]):
                 table.load_state_dict(resumed["table"])
 
     @override
-    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> SharedCombinedLoader:
+    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> StepLoader:
         stage = int(rng is None)  # evaluation draws other numbers than training
-        loader = SharedCombinedLoader(
-            *iterables_and_mode(given, is_training=rng is not None),
+        source = SharedSource(
             self.group,
             self._table,
-            lambda: (self._seed, self.trainer.current_epoch, stage),
-            rng,
+            [self._seed],
+            lambda place: (self.trainer.current_epoch, stage, place),
             self.samples.batch_dim,
+            HasNextBatch(self.group) if rng is None else self._has_next_batch,
             [] if rng is None else self._resumed_states,
             none_finished if self.predictions is None else self.predictions.finished,
-            HasNextBatch(self.group) if rng is None else self._has_next_batch,
         )
+        loader = StepLoader(*iterables_and_mode(given, is_training=rng is not None), source, rng)
         if rng is not None:
             self._training_loader, self._resumed_states = loader, []
+            for one in loader.flattened:
+                self._table.check_batch_size(getattr(getattr(one, "batch_sampler", None), "batch_size", None))
         self._loaders.add(loader)
         return loader
 
@@ -145,9 +147,13 @@ class SharedBatchSteps(LockstepSteps):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a run that resumes on any number of ranks, beside the position in the data."""
+        is_within_epoch, samplers = False, self._resumed_states
         loader = self._training_loader
+        if loader is not None:
+            assert isinstance(loader.source, SharedSource)
+            is_within_epoch, samplers = bool(loader.used), loader.source.sampler_states(loader)
         return {
-            "table": self._table.state_dict(is_within_epoch=loader is not None and loader.is_within_epoch),
-            "samplers": self._resumed_states if loader is None else loader.sampler_states(),
+            "table": self._table.state_dict(is_within_epoch),
+            "samplers": samplers,
             "controller": self.balancer.state_dict(),
         }

@@ -11,10 +11,11 @@ from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, 
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
+from lightning_ddp_ext.loaders.step_loader import StepLoader
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.shares.balancer import TimedStep
-from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.shares.steps import SharedBatchSteps
 from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -129,8 +130,9 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
         combined = active_combined_loader(self.module.trainer)
-        assert isinstance(combined, SharedCombinedLoader)
-        return combined.indices_of(dataloader_idx)
+        assert isinstance(combined, StepLoader)
+        assert isinstance(combined.source, SharedSource)
+        return combined.source.indices_of(dataloader_idx)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

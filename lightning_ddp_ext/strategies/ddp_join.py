@@ -14,11 +14,10 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import replace_prediction
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import UnevenInputs
 from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
+from lightning_ddp_ext.loaders.lockstep_source import RankedLoader, UnevenInputs
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.reducer.all_reduce import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy

@@ -43,7 +43,8 @@ from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.metrics import synchronize_states
-from lightning_ddp_ext.ranks.loaders import combine_counted
+from lightning_ddp_ext.loaders.prefetching import Prefetcher, copies_to
+from lightning_ddp_ext.loaders.step_loader import combine_evenly
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient, RankSteps
@@ -51,8 +52,6 @@ from lightning_ddp_ext.reducer.all_reduce import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
-from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
-from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
 from lightning_ddp_ext.strategies.gathering import GatherMixin
@@ -211,9 +210,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
         if not is_training or self._run is None:
-            return combine_counted(given, is_training=False)
-        may_look_ahead = not takes_dataloader_iter(self.module, "training_step")
-        return make_resumable(given, self._run.rng, self.world_size, may_look_ahead, self.make_prefetcher())
+            return combine_evenly(given, is_training=False)
+        looks_ahead = not takes_dataloader_iter(self.module, "training_step")
+        return combine_evenly(given, True, self.world_size, self._run.rng, self.make_prefetcher(), looks_ahead)
 
     def make_prefetcher(self) -> Prefetcher | None:
         """Return an object that fetches training batches ahead, or None if that is off."""

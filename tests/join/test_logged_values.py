@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_ddp_ext._compat.lightning_loops import watch_logging
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.join.metrics import LoggedValues
-from lightning_ddp_ext.ranks.loaders import StepParticipation
+from lightning_ddp_ext.loaders.step_loader import StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from tests.support.fake_group import run_ranks
 

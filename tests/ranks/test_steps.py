@@ -14,8 +14,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric import DDPCheckpointStrategy
+from lightning_ddp_ext.loaders.step_loader import StepParticipation
 from lightning_ddp_ext.ranks import steps
-from lightning_ddp_ext.ranks.loaders import StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient
 from lightning_ddp_ext.reducer.control import StepControl
