@@ -20,7 +20,6 @@ from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpa
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.loaders.counting import CountedBatches, Fetched
 from lightning_ddp_ext.loaders.step_loader import (
-    UNLIMITED,
     FetchedBatch,
     StepLoader,
     StepParticipation,
@@ -28,6 +27,7 @@ from lightning_ddp_ext.loaders.step_loader import (
     StepSource,
     combine_part,
     combined_lengths,
+    limit_of,
 )
 
 UnevenInputs = Literal["join", "stop", "error"]
@@ -341,11 +341,11 @@ class LockstepSource(StepSource):
         for dataloader_idx, (part, numbers) in enumerate(zip(parts, self._numbers_of_batches(loader), strict=True)):
             has_lengths = all(one.lengths is not None for one in part)
             is_exact = all(one.is_exact for one in part)
-            limit = None if numbers[self._rank] == UNLIMITED else int(numbers[self._rank])
+            own = numbers[self._rank]
             # A rank skips no more batches than it has.
-            own_skip = min(skip, limit or 0) if is_exact else skip
+            own_skip = int(min(skip, own)) if is_exact else skip
             lockstep = LockstepBatches(
-                _fetch(loader, part, own_skip, limit, looks_ahead=not is_exact),
+                _fetch(loader, part, own_skip, limit_of(loader, own), looks_ahead=not is_exact),
                 [int(number) for number in numbers] if has_lengths else None,
                 self._group,
                 self._has_next_batch or HasNextBatch(self._group),

@@ -236,6 +236,11 @@ def combined_lengths(loader: StepLoader, lengths: Sequence[float | None]) -> lis
     return [min(limited) if mode == "min_size" else max(limited)]
 
 
+def limit_of(loader: StepLoader, batches: float) -> int | None:
+    """Return how many of these batches a loop takes at most; None if it sets no limit, as under Fabric."""
+    return None if loader.limits is None or batches == UNLIMITED else int(batches)
+
+
 def iterables_and_mode(given: Any, is_training: bool) -> tuple[Any, Any]:
     """Return the arguments with which Lightning combines the loaders of a loop."""
     if isinstance(given, CombinedLoader):

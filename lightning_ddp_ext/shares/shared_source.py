@@ -28,6 +28,7 @@ from lightning_ddp_ext.loaders.step_loader import (
     Steps,
     StepSource,
     combine_part,
+    limit_of,
 )
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.global_batches import (
@@ -249,10 +250,9 @@ class SharedSource(StepSource):
         for position, shared in enumerate(loaders):
             shared.batches.begin(number, *self._seeds, *self._epoch_seeds(position))
         for dataloader_idx, (part, steps) in enumerate(zip(parts, self.numbers_of_steps(loader), strict=False)):
-            limit = None if steps == UNLIMITED else int(steps)
             done = self._finished(dataloader_idx, 0)
             first = skip + len(done)  # no training has finished predictions
-            taken = self._take(loader, part, limit, first, done)
+            taken = self._take(loader, part, steps, first, done)
             maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
             has_next_batch = self._has_next_batch or HasNextBatch(self._group)
             made = share_steps(maker, taken, part, has_next_batch, first)
@@ -260,14 +260,14 @@ class SharedSource(StepSource):
                 yield (batch, batch_idx, dataloader_idx), fetched
 
     def _take(
-        self, loader: StepLoader, part: list[SharedLoader], limit: int | None, skip: int, done: Sequence[int]
+        self, loader: StepLoader, part: list[SharedLoader], steps: float, skip: int, done: Sequence[int]
     ) -> Iterator[Taken]:
         """Yield the batches of loaders that contribute to the same steps; `done` are hashes of predicted batches."""
         batches: Iterable[Any] = combine_part(loader, part)
         if loader.rng is not None:
-            looks_ahead = limit is None or any(one.batches.asks for one in part)
+            looks_ahead = steps == UNLIMITED or any(one.batches.asks for one in part)
             batches = loader.rng.iterate(batches, loader.flattened, skip, looks_ahead)
-        for number, (batch, _, _) in enumerate(islice(batches, limit)):
+        for number, (batch, _, _) in enumerate(islice(batches, limit_of(loader, steps))):
             taken = [one for shared in part for one in shared.take()]
             if number >= skip:
                 yield batch, taken

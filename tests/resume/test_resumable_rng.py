@@ -19,7 +19,11 @@ class Noise(Dataset):
 
 def steps(rng, loader, ahead, stop=None, used=0, between=lambda: None):
     """Train on batches that are fetched some steps before they are used; a step draws a number itself."""
-    batches = rng.iterate(loader, [loader], used, looks_ahead=bool(ahead))
+
+    def iterate():  # the iteration begins with the first fetch
+        yield from rng.iterate(loader, [loader], used, looks_ahead=bool(ahead))
+
+    batches = iterate()
     for _ in range(used):
         next(batches)
     waiting = list(itertools.islice(batches, ahead))
