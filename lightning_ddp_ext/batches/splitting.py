@@ -81,6 +81,12 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
     return sum(sample is not None for sample in samples) or None
 
 
+def mean_count(counts: Sequence[int | None]) -> float | None:
+    """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
+    known = [count for count in counts if count is not None]
+    return sum(known) / len(known) if counts and len(known) == len(counts) else None
+
+
 def may_be_one_sample(batch: Any) -> bool:
     """Return True if a batch has a dimension, list or tuple of size 1, or no arrays."""
     lengths: list[int] = []

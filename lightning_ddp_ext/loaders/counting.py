@@ -1,13 +1,13 @@
 """Batches of loaders with their numbers of samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
-from lightning_ddp_ext.batches.splitting import count_drawn
+from lightning_ddp_ext.batches.splitting import count_drawn, mean_count
 
 Fetched = tuple[tuple[Any, int, int], float | None]
 """A batch with its index and the index of its loader, and its number of samples, None if they cannot be counted."""
@@ -58,9 +58,3 @@ class CountedBatches:
             return iter(fetch, None)  # until `fetch` raises StopIteration
         self._prefetcher.begin(self._limit)
         return iter(partial(self._prefetcher.next, fetch), None)
-
-
-def mean_count(counts: Sequence[int | None]) -> float | None:
-    """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
-    known = [count for count in counts if count is not None]
-    return sum(known) / len(known) if counts and len(known) == len(counts) else None

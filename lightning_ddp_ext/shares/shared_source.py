@@ -15,11 +15,10 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext.batches.splitting import count_drawn, count_samples, split_batch
+from lightning_ddp_ext.batches.splitting import count_drawn, count_samples, mean_count, split_batch
 from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import Finished, compare_finished, none_finished
-from lightning_ddp_ext.loaders.counting import mean_count
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, StepMaker
 from lightning_ddp_ext.loaders.step_loader import (
     UNLIMITED,

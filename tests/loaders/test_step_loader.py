@@ -1,5 +1,7 @@
 """The steps of a loader of several loaders, which begins where an interrupted run has ended, on one rank."""
 
+import itertools
+
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -7,6 +9,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.lockstep_source import LockstepSource, RankedLoader
 from lightning_ddp_ext.loaders.step_loader import POSITION, WORLD_SIZE, EvenSource, StepLoader
 from lightning_ddp_ext.resume.rng_state import ResumableRng
+from tests.support.fake_group import run_ranks
 
 
 class Stream(IterableDataset):
@@ -42,26 +45,34 @@ def test_ddp_join_resumes_a_checkpoint_of_as_many_ranks_and_refuses_another_numb
 
 
 @pytest.mark.parametrize("kind", ["even", "lockstep"])
-@pytest.mark.parametrize("data", [range(10), Stream()], ids=["sized", "stream"])
-def test_the_position_is_the_number_of_steps_that_have_begun(group, kind, data):
-    combined = even(data) if kind == "even" else lockstep(data, group)
-    world_size = 2 if kind == "even" else 1
+def test_the_position_is_the_number_of_steps_that_have_begun(group, kind):
+    combined = even(range(10)) if kind == "even" else lockstep(range(10), group)
     assert combined.used is None
-    found = []
     for _ in range(2):
-        for _, batch_idx, _ in combined:
-            if batch_idx == 0 and isinstance(data, Stream):
-                assert combined.used == 0
-                continue  # as Lightning does: the step begins when the next batch has been fetched
-            fetched = combined.fetched.popleft()
-            assert fetched.position == (batch_idx - isinstance(data, Stream), 0)
-            found.append(combined._state_dicts())
-        if combined.fetched:
+        steps, found = iter(combined), []
+        for _ in range(5):
+            next(steps)  # as the loop does, before a step begins
+            found.append((combined.begun, combined.used))
             combined.fetched.popleft()
-        assert combined.used is None
-    last = 5 - isinstance(data, range)
-    expected = [*range(1, last + 1)] + [0] * isinstance(data, range)
-    assert found == [[{POSITION: number, WORLD_SIZE: world_size}] for number in expected[: len(found) // 2]] * 2
+            found.append((combined.begun, combined.used))
+        expected = [0, *(number for number in range(1, 5) for _ in range(2)), 5]
+        assert found == [(number, number if number < 5 else None) for number in expected]
+        assert next(steps, None) is combined.begun is None
+
+
+@pytest.mark.parametrize("kind", ["even", "lockstep"])
+def test_a_batch_that_is_fetched_to_see_if_there_is_another_does_not_count(group, kind):
+    combined = even(Stream()) if kind == "even" else lockstep(Stream(), group)
+    steps = iter(combined)
+    assert [next(steps)[1], combined.used] == [0, 0]
+    for number in range(1, 5):
+        next(steps)
+        assert combined.fetched.popleft().position == (number - 1, 0)
+        assert combined._state_dicts()[0][POSITION] == combined.used == number
+    assert next(steps, None) is None
+    assert combined.used == 4
+    combined.fetched.popleft()
+    assert combined.used is None
 
 
 def test_a_step_that_fetches_its_batches_itself_has_used_all_that_were_fetched():
@@ -82,3 +93,30 @@ def test_lightning_may_drop_its_own_iterator(group, kind):
         combined.reset()
     combined.close()
     assert len(combined) == 3
+
+
+def test_ranks_exchange_lengths_once_at_the_start_of_an_epoch_and_see_what_hooks_add():
+    def run(group):
+        sent, exchange = [], group.exchange
+        group.exchange = lambda tensor: sent.append(1) or exchange(tensor)
+        data = [*range(2 + group.rank)]
+        combined = StepLoader(
+            RankedLoader(DataLoader(data), group), "max_size_cycle", LockstepSource(group, "join"), ResumableRng()
+        )
+        found, counts = [], [len(sent)]
+        for _ in range(2):
+            steps = iter(combined)
+            counts.append(len(sent))
+            if not found:
+                data.append(7)  # as `on_train_epoch_start` may do
+            next(steps)
+            counts.append(len(sent))
+            found.append(1 + len([*iter(steps.__next__, None)]))  # `list` would begin again
+            counts.append(len(sent))
+        return found, [after - before for before, after in itertools.pairwise(counts)]
+
+    for found, sent in run_ranks(2, run):
+        assert found == [4, 4]
+        at_iteration, at_first_step, _, *second = sent
+        assert (at_iteration, *second[:2]) == (0, at_first_step, 0)
+        assert at_first_step > 0
