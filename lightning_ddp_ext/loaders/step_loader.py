@@ -191,7 +191,7 @@ class EvenSource(StepSource):
     @override
     def steps(self, loader: StepLoader, skip: int) -> Steps:
         length = sized_len(loader)
-        combined = CombinedLoader(loader.iterables, combination_mode(loader))  # type: ignore[arg-type]
+        combined = combine_part(loader, loader.flattened)
         combined.limits = loader.limits
         counted = CountedBatches(combined, loader.prefetcher, length)
         if loader.rng is None:

@@ -347,7 +347,9 @@ class ResumableRng:
         """Begin an iteration over a source, and return its batches, each fetched by `fetch` if need be."""
         self.begin(loaders, used, looks_ahead)
         batches = iter(source)
-        return self._fetch_all(batches) if looks_ahead or self._resumed is not None else batches
+        if looks_ahead or self._resumed is not None:
+            return self._fetch_all(batches)
+        return iter(batches.__next__, object())  # a `CombinedLoader` would begin again with each `iter`
 
     def _fetch_all(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
