@@ -73,7 +73,7 @@ class FabricLoader:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         steps = self._steps = copy.copy(self._steps)  # another loop over this loader may not have ended
-        rng = self._rng
+        rng, is_resuming = self._rng, True
         with self._observer.iterating() as current:
             iter(steps)
             while True:
@@ -83,7 +83,9 @@ class FabricLoader:
                         " after `fabric.load`, as the next one continues at the position of the checkpoint; or read"
                         " only weights with `fabric.load_raw`."
                     )
-                rng.advance()
+                if is_resuming:
+                    rng.advance()
+                    is_resuming = rng.is_resuming
                 step = next(steps, None)
                 if step is None:
                     break
