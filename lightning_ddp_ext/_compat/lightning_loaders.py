@@ -1,7 +1,7 @@
 """Private names of Lightning behind the loaders of its loops. Checked on lightning 2.6.6.
 
-`ddp_join` also overrides `CombinedLoader._state_dicts` and `_load_state_dicts`, with which the training loop saves and
-loads its position.
+`StepLoader` also overrides `CombinedLoader._state_dicts` and `_load_state_dicts`, with which the training loop saves
+and loads its position.
 """
 
 import copy

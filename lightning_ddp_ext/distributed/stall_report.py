@@ -31,7 +31,7 @@ _EXCHANGING = tuple(
     )
 )
 # It waits for ranks without a collective.
-_WAITING = (*_EXCHANGING, *(f"{package}.join.lockstep_loader" for package in PACKAGES.values()))
+_WAITING = (*_EXCHANGING, *(f"{package}.loaders.lockstep_source" for package in PACKAGES.values()))
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _LIBRARIES = {"torch", "torchmetrics", *LIBRARIES, _OURS}
 # Callers of these functions are not shown.

@@ -1,23 +1,18 @@
-"""The loaders of a Fabric: their batches are counted, ranks may iterate in lockstep, and an epoch can be resumed."""
+"""The loaders of a Fabric, whose steps the same sources make as under a Trainer; an epoch can be resumed."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from lightning.fabric.utilities.data import sized_len
+import torch
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.loaders import CountedLoader, FetchedBatch, StepParticipation
-from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
-
-if TYPE_CHECKING:
-    from lightning_ddp_ext.fabric.strategies import DDPCheckpointStrategy
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader, StepParticipation, StepSource
+from lightning_ddp_ext.resume.rng_state import FetchRecord, ResumableRng
 
 EPOCH, USED, RNG = "epoch", "used", "rng"
-Batches = Iterable[tuple[Any, float | None]]
-Steps = Iterable[tuple[Any, FetchedBatch]]
 
 
 @dataclass(eq=False, slots=True)
@@ -38,39 +33,49 @@ class LoopBatch:
     has_next_batch: Any = None  # the `HasNextBatch` of the loop, if ranks compare batches one step ahead
 
 
+class BatchObserver(Protocol):
+    """What is told about the batches of a loader."""
+
+    def iterating(self) -> AbstractContextManager[LoopBatch]:
+        """Iterate over a loader in the block; the loader changes the `LoopBatch`."""
+
+    def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
+        """Begin with the next batch of a loader."""
+
+    def end_batch(self, current: LoopBatch) -> None:
+        """End the last batch of a loop."""
+
+
 class FabricLoader:
-    """A loader that tells its strategy about each batch, and continues an epoch where a checkpoint was saved.
+    """A loader that tells an observer about each batch, and continues an epoch where a checkpoint was saved.
 
     It has the attributes of the user's loader.
     """
 
-    def __init__(self, loader: Any, strategy: "DDPCheckpointStrategy") -> None:
+    def __init__(self, loader: Any, source: StepSource, device: torch.device, observer: BatchObserver) -> None:
         self.__dict__.update(getattr(loader, "__dict__", {}))
         self._loader = loader
-        self._strategy = strategy
-        self._rng = ResumableRng(strategy.root_device)
+        self._observer = observer
+        self._device = device
+        self._rng = ResumableRng(device)
+        self._steps = StepLoader([loader], "sequential", source, self._rng)  # of the last iteration
         self._given = 0  # batches, by this process
-        self._epoch = 0  # iterations that have begun
-        self._used: int | None = None  # batches of this epoch that the loop has got; None between epochs
-        self._skip = 0
-        self._steps = strategy.number_of_steps(sized_len(loader))
+        self.epochs_begun = 0
+        source.prepare(self._steps)
 
     def __len__(self) -> int:
-        if self._steps is None:
-            raise TypeError("the number of batches is not known on every rank")
-        return self._steps
+        return len(self._steps)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        epoch, self.epochs_begun = self.epochs_begun, self.epochs_begun + 1
         for owner in (self._loader, getattr(self._loader, "batch_sampler", None)):
             sampler: Any = getattr(owner, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        self._used = skip
-        rng = self._rng
-        with self._strategy.iterating() as current:
-            steps = iter(self._make_steps(skip, current))
+        steps = self._steps = copy.copy(self._steps)  # another loop over this loader may not have ended
+        rng, is_resuming = self._rng, True
+        with self._observer.iterating() as current:
+            iter(steps)
             while True:
                 if self._rng is not rng:
                     raise UnsupportedFeatureError(
@@ -78,48 +83,30 @@ class FabricLoader:
                         " after `fabric.load`, as the next one continues at the position of the checkpoint; or read"
                         " only weights with `fabric.load_raw`."
                     )
-                rng.advance()
+                if is_resuming:
+                    rng.advance()
+                    is_resuming = rng.is_resuming
                 step = next(steps, None)
                 if step is None:
                     break
-                self._used += 1
                 self._given += 1
                 current.number = self._given
-                self._strategy.begin_batch(current, *step)
+                self._observer.begin_batch(current, step[0], steps.fetched.popleft())
                 yield step[0]
-            self._used = None
-            self._strategy.end_batch(current)
-
-    def _make_steps(self, skip: int, current: LoopBatch) -> Steps:
-        """Return the steps of this epoch after the first `skip`."""
-        return self._strategy.lockstep(self._fetch(skip, current), self._loader, skip, current)
-
-    def _fetch(self, skip: int, current: LoopBatch) -> Iterator[tuple[Any, float | None]]:
-        counts: list[int | None] = []
-        loader, length = CountedLoader(self._loader, counts), sized_len(self._loader)
-        looks_ahead = current.has_next_batch is not None
-        # This rank may have had fewer batches than there were steps.
-        own_skip = skip if looks_ahead or length is None else min(skip, length)
-        for batch in self._rng.iterate(loader, [self._loader], own_skip, looks_ahead):
-            yield batch, counts.pop()
+            self._observer.end_batch(current)
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, and the RNG state there, as plain values."""
-        is_between = self._used is None
-        epoch = self._epoch if is_between else self._epoch - 1
-        return {EPOCH: epoch, USED: self._used, RNG: asdict(self._rng.record(self._used))}
+        steps, used = self._steps, self._steps.begun
+        epoch = self.epochs_begun - (used is not None)
+        own = {EPOCH: epoch, USED: used, RNG: asdict(self._rng.record(used))}
+        return own | steps.source.state_dict(steps, is_within_epoch=used is not None)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration continue at a position."""
-        self._epoch, self._skip = state[EPOCH], state[USED] or 0
-        self._used = None
-        self._rng = ResumableRng(self._strategy.root_device)
+        self._rng = ResumableRng(self._device)
+        steps = self._steps = StepLoader(self._steps.flattened, "sequential", self._steps.source, self._rng)
+        self.epochs_begun, steps.skip = state[EPOCH], state[USED] or 0
         if RNG in state:
             self._rng.resume(FetchRecord(**state[RNG]))
-
-
-def without_first(batches: Batches, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:
-    """Yield batches of ranks that have equally many, without the first `skip`."""
-    rest = iter(batches)
-    deque(islice(rest, skip), maxlen=0)
-    return ((batch, FetchedBatch(samples)) for batch, samples in rest)
+        steps.source.load_state_dict(steps, state, has_rng=RNG in state)

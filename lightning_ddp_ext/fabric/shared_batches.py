@@ -1,8 +1,7 @@
 """`balanced_ddp` for Fabric: ranks share the batches of their loaders."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,64 +12,15 @@ from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader, LoopBatch
+from lightning_ddp_ext.fabric.loaders import LoopBatch
 from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
-from lightning_ddp_ext.ranks.loaders import FetchedBatch
-from lightning_ddp_ext.resume.rng_state import find_loader_rngs
-from lightning_ddp_ext.shares.combined_loader import SharedLoader, agree_on_lead, share_steps
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepSource
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
-from lightning_ddp_ext.shares.samplers import GlobalBatches
+from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.shares.table import ShareTable, combine_shares, refuses_single_samples
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 
-_SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
-
-
-class SharedFabricLoader(FabricLoader):
-    """A loader of global batches, which yields the share of this rank."""
-
-    def __init__(self, loader: Any, strategy: "BalancedDDPStrategy", table: ShareTable, index: int) -> None:
-        super().__init__(loader, strategy)
-        self.table = table
-        self._group = strategy.steps_group
-        self._seeds = broadcast_object(torch.initial_seed(), self._group, 0), index
-        self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True, loader), strategy.batch_dim)
-        table.lead = agree_on_lead([self._shared], self._group)
-        strategy.balancer.add(table)
-        self._stand_in: list[Any] = []
-
-    @override
-    def _make_steps(self, skip: int, current: LoopBatch) -> Iterator[tuple[Any, FetchedBatch]]:
-        batches, has_next_batch = self._shared.batches, HasNextBatch(self._group)
-        current.has_next_batch = has_next_batch if batches.asks else None
-        batches.begin(self.table.begin_epoch(skip), *self._seeds, self._epoch)
-        self.table.avoids_single_samples = any(map(refuses_single_samples, self._strategy.modules))
-        maker = StepMaker(self._group, self._stand_in)
-        fetched = self._rng.iterate(self._shared, [self._loader], skip, looks_ahead=batches.asks)
-        taken = ((batch, self._shared.take()) for batch in fetched)
-        return share_steps(maker, islice(taken, skip, None), [self._shared], has_next_batch, skip)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        given = super().state()
-        is_within_epoch = self._used is not None
-        return {**given, _SEEDS: list(self._seeds), _TABLE: self.table.state_dict(is_within_epoch)}
-
-    @override
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state(state)
-        self._seeds = tuple(state[_SEEDS])
-        generators = find_loader_rngs([self._loader], excluded=[getattr(self._loader, "dataset", None)])
-        if RNG in state:
-            self.table.load_state_dict(state[_TABLE])
-        elif state[USED] and generators:
-            raise UnsupportedFeatureError(
-                "the checkpoint was saved in the middle of an epoch by another number of ranks, and a sampler has a"
-                " `generator` of its own, whose state cannot be restored. Load it on as many ranks, or one that was"
-                " saved between epochs."
-            )
+_SHARES = "shares"
 
 
 class BalancedDDPStrategy(DDPJoinStrategy):
@@ -113,6 +63,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
         self.cost = cost
+        self._tables: list[ShareTable] = []
 
     @override
     def setup_environment(self) -> None:
@@ -131,17 +82,20 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         return None
 
     @override
-    def make_loader(self, dataloader: Any) -> FabricLoader:
-        table = ShareTable(self._chunk_rule, self.world_size, cost=self._cost)
-        return SharedFabricLoader(dataloader, self, table, len(self._loaders))
-
-    @override
-    def number_of_steps(self, length: int | None) -> int | None:
-        return length
+    def make_source(self) -> StepSource:
+        table, index = ShareTable(self._chunk_rule, self.world_size, cost=self._cost), len(self._loaders)
+        self._tables.append(table)
+        self.balancer.add(table)
+        seeds = broadcast_object(torch.initial_seed(), self.steps_group, 0), index
+        return SharedSource(
+            self.steps_group, table, seeds, lambda _: [self._loaders[index].epochs_begun], self.batch_dim
+        )
 
     @contextmanager
     @override
     def iterating(self) -> Generator[LoopBatch, None, None]:
+        for table in self._tables:
+            table.avoids_single_samples = any(map(refuses_single_samples, self.modules))
         with self.balancer.interrupted(), super().iterating() as current:
             yield current
 

@@ -27,14 +27,13 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.exchange import gather_known, own_group
+from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
-from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, Steps, without_first
-from lightning_ddp_ext.join.combined_loader import RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
+from lightning_ddp_ext.fabric.loaders import RNG, FabricLoader, LoopBatch
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
-from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
+from lightning_ddp_ext.loaders.lockstep_source import LockstepSource, UnevenInputs
+from lightning_ddp_ext.loaders.step_loader import EvenSource, FetchedBatch, StepParticipation, StepSource
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state
 from lightning_ddp_ext.steps.balancer import ShareBalancer
@@ -211,25 +210,17 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         disable_sampler_padding(dataloader)
-        loader = self.make_loader(dataloader)
+        loader = FabricLoader(dataloader, self.make_source(), self.root_device, self)
         self._loaders.append(loader)
         if self._resumed is not None:
             self._resume_loaders(len(self._loaders) - 1)
         return loader
 
-    def make_loader(self, dataloader: Any) -> FabricLoader:
-        """Return the loader that `fabric.setup_dataloaders` returns."""
-        return FabricLoader(dataloader, self)
+    def make_source(self) -> StepSource:
+        """Return the source that makes the steps on a loader."""
+        return EvenSource()
 
     # ------------------------------------------------------------ batches
-
-    def lockstep(self, batches: Batches, loader: Any, skip: int, current: LoopBatch) -> Steps:
-        """Return the batches of this rank from a loader, without the first `skip`."""
-        return without_first(batches, skip)
-
-    def number_of_steps(self, length: int | None) -> int | None:
-        """Return the number of steps in an epoch, from the number of batches of this rank; None if it is unknown."""
-        return length
 
     @contextmanager
     def iterating(self) -> Generator[LoopBatch, None, None]:
@@ -251,6 +242,7 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
         self._forget(current)
         self._batches.append(current)
         current.participation, current.shares = fetched.participation, fetched.shares
+        current.has_next_batch = fetched.has_next_batch
         weight, problem = None, None
         try:
             weight = self._weigh(batch, fetched)
@@ -519,11 +511,8 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         return {**given, "rank": LightningInjectedRank(given["rank"])}
 
     @override
-    def lockstep(self, batches: Batches, loader: Any, skip: int, current: LoopBatch) -> Steps:
-        group = self.steps_group
-        ranked, has_next_batch = RankedLoader(loader, group), HasNextBatch(group)
-        current.has_next_batch = None if ranked.is_exact else has_next_batch
-        return LockstepLoader(batches, ranked.lengths, group, has_next_batch, self.uneven_inputs, skip, ranked.is_exact)
+    def make_source(self) -> StepSource:
+        return LockstepSource(self.steps_group, self.uneven_inputs)
 
     @property
     def steps_group(self) -> dist.ProcessGroup:
@@ -531,11 +520,6 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         if self._steps_group is None:
             self._steps_group = own_group(self._connection.timeout)
         return self._steps_group
-
-    @override
-    def number_of_steps(self, length: int | None) -> int | None:
-        (lengths,) = gather_known([length])
-        return None if lengths is None else int(number_of_steps(lengths, self.uneven_inputs))
 
     @override
     def position(self, batch: LoopBatch) -> int:

@@ -1,7 +1,6 @@
 """Predictions of all ranks in the order in which one process makes them."""
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
@@ -13,12 +12,13 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
 from lightning_ddp_ext._compat.lightning_loaders import batches_to_predict
+from lightning_ddp_ext.batches.containers import as_indices, hash_of
 from lightning_ddp_ext.batches.splitting import gather
 from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.loaders import FetchedBatch
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch
 from lightning_ddp_ext.resume.rng_state import drawing_alike
 
 _CPU = torch.device("cpu")
@@ -168,12 +168,6 @@ class _Dealt(NamedTuple):
     indices: Sequence[list[Any]] | None  # of each batch; None if the loader draws them later, or never
 
 
-def as_indices(batch: Any) -> list[Any]:
-    """Return the indices of a batch, or of a single sample, as a list."""
-    values = batch.tolist() if hasattr(batch, "tolist") else batch
-    return list(values) if isinstance(values, list | tuple) else [values]
-
-
 def none_finished(dataloader_idx: int, source: int) -> Sequence[int]:
     """Return no batches: `Finished` of a run that has not been interrupted."""
     return ()
@@ -186,11 +180,6 @@ def compare_finished(rank: int, done: Sequence[int], drawn: Sequence[int]) -> No
             f"rank {rank}: the loader makes other batches than those that have been predicted already. Use the dataset,"
             " the sampler and the batch size of the interrupted run, or write into an empty folder."
         )
-
-
-def hash_of(indices: Any) -> int:
-    """Return a hash of indices, the same for an array or tensor and for its list."""
-    return zlib.crc32(repr(indices.tolist() if hasattr(indices, "tolist") else indices).encode())
 
 
 def merge_parts(

@@ -1,1 +1,1 @@
-"""Exact resuming: RNG state, the position in the data, batches fetched ahead, preemption, and checkpoint files."""
+"""Exact resuming: RNG state, also at each batch fetched ahead, preemption, and checkpoint files."""

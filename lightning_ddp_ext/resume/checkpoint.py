@@ -31,8 +31,7 @@ from lightning_ddp_ext._compat.lightning_loops import (
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import PreemptionHandler
-from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
-from lightning_ddp_ext.resume.rng_state import gather_states, load_state
+from lightning_ddp_ext.resume.rng_state import FetchRecord, ResumableRng, gather_states, load_state
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 

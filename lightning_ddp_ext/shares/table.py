@@ -89,8 +89,10 @@ class ShareTable:
         # (number of the first batch, shares, limits)
         self._changes: list[tuple[int, list[float], list[int | None]]] = []
 
-    def check_batch_size(self, batch_size: int) -> None:
+    def check_batch_size(self, batch_size: int | None) -> None:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
+        if not isinstance(batch_size, int):
+            return
         sizes = self.rule.divide(batch_size, self._ranks)
         for rank, (size, proportion) in enumerate(zip(sizes, self.rule.divide(_MANY, self._ranks), strict=True)):
             if proportion and not size:

@@ -23,7 +23,7 @@ from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.sample_counts import sums_and_means
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.ranks.loaders import StepParticipation
+from lightning_ddp_ext.loaders.step_loader import StepParticipation
 from lightning_ddp_ext.reducer.control import ControlField
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user

@@ -12,11 +12,11 @@ from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, 
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.predictions import PredictionsOn, none_finished
-from lightning_ddp_ext.ranks.loaders import iterables_and_mode
-from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
+from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep, has_own_memory
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
@@ -82,7 +82,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         super().__init__(*args, **options)
         self.predictions_on = check_predictions_on(predictions_on)
         self.cost = cost
-        self._training_loader: SharedCombinedLoader | None = None
+        self._training_loader: StepLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
 
     @override
@@ -125,20 +125,22 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         driver, trainer = self._driver, self.module.trainer
-        rng, seed = None if self._run is None or not is_training else self._run.rng, self._seed
-        loader = SharedCombinedLoader(
-            *iterables_and_mode(given, is_training=rng is not None),
+        rng = None if self._run is None or not is_training else self._run.rng
+        source = SharedSource(
             driver.group,
             self._table,
-            lambda: (seed, trainer.current_epoch, int(rng is None)),  # evaluation draws other numbers than training
-            rng,
+            [self._seed],
+            lambda place: (trainer.current_epoch, int(rng is None), place),  # other numbers in evaluation
             self.batch_dim,
+            HasNextBatch(driver.group) if rng is None else driver.ahead,
             [] if rng is None else self._sampler_states,
             none_finished if driver.predictions is None else driver.predictions.finished,
-            HasNextBatch(driver.group) if rng is None else driver.ahead,  # type: ignore[arg-type]
         )
+        loader = StepLoader(*iterables_and_mode(given, is_training=rng is not None), source, rng)
         if rng is not None:
             self._training_loader, self._sampler_states = loader, []
+            for one in loader.flattened:
+                self._table.check_batch_size(getattr(getattr(one, "batch_sampler", None), "batch_size", None))
         self._loaders.add(loader)
         return loader
 
@@ -147,9 +149,13 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         """Return the state of a run that resumes on any number of ranks, beside the position in the data."""
         loader, balance = self._training_loader, self._driver.balance
         assert balance is not None
+        is_within_epoch, samplers = False, self._sampler_states
+        if loader is not None:
+            assert isinstance(loader.source, SharedSource)
+            is_within_epoch, samplers = bool(loader.used), loader.source.sampler_states(loader)
         return {
-            "table": self._table.state_dict(is_within_epoch=loader is not None and loader.is_within_epoch),
-            "samplers": self._sampler_states if loader is None else loader.sampler_states(),
+            "table": self._table.state_dict(is_within_epoch),
+            "samplers": samplers,
             "controller": balance.state_dict(),
         }
 
@@ -160,5 +166,6 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
         combined = active_combined_loader(self.module.trainer)
-        assert isinstance(combined, SharedCombinedLoader)
-        return combined.indices_of(dataloader_idx)
+        assert isinstance(combined, StepLoader)
+        assert isinstance(combined.source, SharedSource)
+        return combined.source.indices_of(dataloader_idx)

@@ -30,10 +30,9 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.environments import check_has_rank
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, combine_counted
+from lightning_ddp_ext.loaders.prefetching import Prefetcher, has_streams, pin
+from lightning_ddp_ext.loaders.step_loader import combine_evenly
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
-from lightning_ddp_ext.resume.prefetching import Prefetcher, has_streams, pin
-from lightning_ddp_ext.resume.resumable_loader import loader_with_state, warn_of_prefetching
 from lightning_ddp_ext.strategies.base import WeightsOnlyLoadMixin
 
 _NAME = '`balance="auto"`'
@@ -345,15 +344,11 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         if not is_training:
             return given
         self._prefetching.close()  # the Trainer has dropped the loader before this one
-        combined = combine_counted(given, is_training=True)
-        if (stateful := loader_with_state(combined)) is not None:
-            warn_of_prefetching(stateful)
-        elif isinstance(combined, CountedCombinedLoader):
-            # Chunks are copied when the step has cut the batch; from pinned memory, that does not stop the host.
-            prepare = pin if any(map(has_streams, self.devices)) else None
-            combined.prefetcher = Prefetcher(self.prefetch, self.root_device, prepare=prepare)
-            self._prefetching.callback(combined.prefetcher.close)
-        return combined
+        # Chunks are copied when the step has cut the batch; from pinned memory, that does not stop the host.
+        prepare = pin if any(map(has_streams, self.devices)) else None
+        prefetcher = Prefetcher(self.prefetch, self.root_device, prepare=prepare)
+        self._prefetching.callback(prefetcher.close)
+        return combine_evenly(given, is_training=True, prefetcher=prefetcher)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -7,11 +7,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
-from lightning_ddp_ext.ranks.loaders import iterables_and_mode
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, LockstepSource, RankedLoader, UnevenInputs
+from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 
 
@@ -65,16 +64,13 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         rng = None if self._run is None or not is_training else self._run.rng
-        group = self._driver.group
-        loader = LockstepCombinedLoader(
-            *iterables_and_mode(given, is_training=rng is not None),
-            group,
+        source = LockstepSource(
+            self._driver.group,
             "join" if rng is None else self.uneven_inputs,  # evaluation includes every sample in any case
-            HasNextBatch(group) if rng is None else self._driver.ahead,  # type: ignore[arg-type]
-            rng,
+            HasNextBatch(self._driver.group) if rng is None else self._driver.ahead,
         )
-        if rng is not None:
-            loader.prefetcher = self.make_prefetcher()
+        prefetcher = None if rng is None else self.make_prefetcher()
+        loader = StepLoader(*iterables_and_mode(given, is_training=rng is not None), source, rng, prefetcher)
         self._loaders.add(loader)
         return loader
 

@@ -47,13 +47,12 @@ from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
-from lightning_ddp_ext.ranks.loaders import FetchedBatch, combine_counted
+from lightning_ddp_ext.loaders.prefetching import Prefetcher, copies_to
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, combine_evenly
 from lightning_ddp_ext.reducer.bucket_scheduler import CommHook, takes_group
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
-from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
-from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_position
@@ -228,9 +227,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
         if not is_training or self._run is None:
-            return combine_counted(given, is_training=False)
-        may_look_ahead = not takes_dataloader_iter(self.module, "training_step")
-        return make_resumable(given, self._run.rng, self.world_size, may_look_ahead, self.make_prefetcher())
+            return combine_evenly(given, is_training=False)
+        looks_ahead = not takes_dataloader_iter(self.module, "training_step")
+        return combine_evenly(given, True, self.world_size, self._run.rng, self.make_prefetcher(), looks_ahead)
 
     def make_prefetcher(self) -> Prefetcher | None:
         """Return an object that fetches training batches ahead, or None if that is off."""

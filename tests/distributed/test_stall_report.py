@@ -161,7 +161,7 @@ def test_a_thread_waits_for_ranks_only_where_nothing_else_takes_time():
         "torch.distributed.distributed_c10d": True,
         "lightning_ddp_ext.reducer.gradient_reducer": True,
         "torch.distributed.checkpoint.filesystem": False,
-        "lightning_ddp_ext.join.lockstep_loader": False,
+        "lightning_ddp_ext.loaders.lockstep_source": False,
         "theirs": False,
     }
     for module, waits in modules.items():

@@ -23,7 +23,7 @@ from torchmetrics import AUROC, CatMetric, ConfusionMatrix
 from torchmetrics.retrieval import RetrievalMAP
 
 from lightning_ddp_ext import DDPJoinStrategy, TokenBudgetBatchSampler
-from lightning_ddp_ext.join import combined_loader
+from lightning_ddp_ext.loaders import lockstep_source
 from tests.strategies.toolkit import (
     ALONE,
     COUNTS,
@@ -187,7 +187,7 @@ def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> No
     }
     for message, (given, limit) in cases.items():
         module = Classifier()
-        with mock.patch.object(combined_loader, "rank_zero_info") as said:
+        with mock.patch.object(lockstep_source, "rank_zero_info") as said:
             _, trace = fit(module, given, strategy=DDPJoinStrategy(uneven_inputs="stop"), limit_train_batches=limit)
         assert [call.args[0] for call in said.call_args_list] == [f'`uneven_inputs="stop"` {message}']
         assert_identical(trace.digests)

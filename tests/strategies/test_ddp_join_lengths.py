@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from lightning_ddp_ext import DDPJoinStrategy
-from lightning_ddp_ext.join import combined_loader, lockstep_loader
+from lightning_ddp_ext.loaders import lockstep_source
 from tests.strategies.toolkit import (
     ALONE,
     RANK,
@@ -96,7 +96,7 @@ def training_is_the_one_of_one_process(folder: str) -> Any:
             for options in ({}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 2}):
                 torch.manual_seed(0)
                 module = Momentum()
-                with mock.patch.object(lockstep_loader, "rank_zero_warn") as said:
+                with mock.patch.object(lockstep_source, "rank_zero_warn") as said:
                     _, trace = fit(module, make(*counts), max_epochs=2, **options)
                 assert_identical(trace.digests)
                 found[name, counts, str(options)] = trace.parameters, [call.args[0] for call in said.call_args_list]
@@ -109,7 +109,7 @@ def workers_drop_their_incomplete_batches(folder: str) -> Any:
     for options in ({}, {"prefetch": 2}):
         module = Classifier()
         data = stream(6, 6, missing=0, num_workers=2, drop_last=True)
-        with mock.patch.object(lockstep_loader, "rank_zero_warn") as said:
+        with mock.patch.object(lockstep_source, "rank_zero_warn") as said:
             _, trace = fit(module, data, strategy=DDPJoinStrategy(**options), max_epochs=2)
         assert_identical(trace.digests)
         assert said.call_args.args[0].startswith(
@@ -227,7 +227,7 @@ def a_stream_that_grows_is_used_whole_or_warned_of(folder: str) -> None:
         items = data.dataset.items
         data.dataset.items, data.dataset.length = items[:4], 4
         module = Growing()
-        with mock.patch.object(combined_loader, "rank_zero_warn") as warn:
+        with mock.patch.object(lockstep_source, "rank_zero_warn") as warn:
             _, trace = fit(module, data, max_epochs=2, **options)
         assert_identical(trace.digests)
         assert len(trace.digests) == 4 + len(options)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, LockstepBatches
 from tests.support.fake_group import run_ranks
 
 LENGTHS = [(3, 3), (3, 1), (0, 2), (2, 0), (0, 0), (1, 4), (3, 1, 2), (0, 0, 2), (4, 4, 4), (0, 3, 0)]
@@ -26,7 +26,7 @@ def iterate(lengths, is_sized=True, sends_flags=False, true_lengths=None, **opti
         has_next_batch = HasNextBatch(group)
         batches = iter(batches_of(group.rank, (true_lengths or lengths)[group.rank]))
         known = list(lengths) if is_sized else None
-        loader = LockstepLoader(batches, known, group, has_next_batch, **options)
+        loader = LockstepBatches(batches, known, group, has_next_batch, **options)
         steps = []
         for number, step in enumerate(loader):
             if sends_flags and number % 2:  # every second step exchanges the flags with the gradients
@@ -112,7 +112,7 @@ def share(batch):
             2,
             lambda group: [
                 given
-                for given, _ in LockstepLoader(
+                for given, _ in LockstepBatches(
                     [(batch, 1)] if group.rank == 0 else [], [1, 0], group, HasNextBatch(group)
                 )
             ],

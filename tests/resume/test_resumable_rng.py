@@ -1,4 +1,4 @@
-"""Loaders and their RNG begin where an interrupted run has ended, on one rank."""
+"""The RNG of loaders continues where an interrupted run has ended, on one rank."""
 
 import itertools
 
@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
-from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader, ResumableRng
+from lightning_ddp_ext.resume.rng_state import ResumableRng
 
 
 class Noise(Dataset):
@@ -22,7 +19,11 @@ class Noise(Dataset):
 
 def steps(rng, loader, ahead, stop=None, used=0, between=lambda: None):
     """Train on batches that are fetched some steps before they are used; a step draws a number itself."""
-    batches = rng.iterate(loader, [loader], used, looks_ahead=bool(ahead))
+
+    def iterate():  # the iteration begins with the first fetch
+        yield from rng.iterate(loader, [loader], used, looks_ahead=bool(ahead))
+
+    batches = iterate()
     for _ in range(used):
         next(batches)
     waiting = list(itertools.islice(batches, ahead))
@@ -110,22 +111,3 @@ def test_a_record_between_epochs_restores_the_order_of_the_next():
     resumed = ResumableRng()
     resumed.resume(record)
     assert steps(resumed, loader, 0)[0] == following
-
-
-def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():
-    combined = ResumableCombinedLoader(DataLoader(range(3)), "max_size_cycle", ResumableRng(), 1)
-    combined._load_state_dicts([{POSITION: 5, WORLD_SIZE: 1}])
-    with pytest.raises(UnsupportedFeatureError, match="after 5 batches of an epoch, which has only 3 now"):
-        iter(combined)
-
-
-def test_ddp_join_resumes_a_checkpoint_of_as_many_ranks_and_refuses_another_number(group):
-    loader = RankedLoader(DataLoader(range(10), batch_size=2), group)
-    lockstep = LockstepCombinedLoader([loader], "max_size_cycle", group, "join", HasNextBatch(group), ResumableRng())
-    lockstep.limits = [float("inf")]
-    lockstep._load_state_dicts([{POSITION: 3, WORLD_SIZE: 1}])  # as `ddp_checkpoint` saves it
-    assert [batch.tolist() for (batch,), _, _ in lockstep] == [[6, 7], [8, 9]]
-    lockstep._load_state_dicts([{POSITION: 0, WORLD_SIZE: 2}])  # the end of an epoch
-    assert [batch.tolist() for (batch,), _, _ in lockstep][::4] == [[0, 1], [8, 9]]
-    with pytest.raises(UnsupportedFeatureError, match=r"saved by 2 ranks .* end of an epoch; `balanced_ddp` continues"):
-        lockstep._load_state_dicts([{POSITION: 3, WORLD_SIZE: 2}])

@@ -21,8 +21,8 @@ from lightning_ddp_ext import (
     DDPCheckpointStrategy,
     DDPJoinStrategy,
 )
-from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader
-from lightning_ddp_ext.resume.prefetching import Prefetcher
+from lightning_ddp_ext.loaders.prefetching import Prefetcher
+from lightning_ddp_ext.loaders.step_loader import EvenSource, StepLoader
 from tests.parity import quiet_trainer
 
 STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]
@@ -212,8 +212,7 @@ def test_several_loaders_are_fetched_in_one_thread(mode):
     def batches(prefetcher):
         torch.manual_seed(3)
         loaders = [DataLoader(range(size), batch_size=2, shuffle=True) for size in (7, 12)]
-        combined = CountedCombinedLoader(loaders, mode)
-        combined.prefetcher = prefetcher
+        combined = StepLoader(loaders, mode, EvenSource(), prefetcher=prefetcher)
         found = [(str(batch), float(torch.rand(())), combined.fetched.pop()) for batch in combined]
         combined.reset()
         return found

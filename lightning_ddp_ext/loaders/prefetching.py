@@ -16,8 +16,13 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_ddp_ext._compat.torch import before_random_numbers
 from lightning_ddp_ext._devices import current_device
 from lightning_ddp_ext.batches.containers import values_of, walk, with_values
-from lightning_ddp_ext.resume.resumable_loader import ResumableRng
-from lightning_ddp_ext.resume.rng_state import capture_rng_state, capture_states, find_loader_rngs, restore_states
+from lightning_ddp_ext.resume.rng_state import (
+    ResumableRng,
+    capture_rng_state,
+    capture_states,
+    find_loader_rngs,
+    restore_states,
+)
 
 _IN_MAIN_THREAD = 2  # batches of an iteration; the first fetch draws the order, the second shows if all fetches draw
 _JOIN_LIMIT = 10.0  # seconds to wait for the fetch under way, when a run has failed

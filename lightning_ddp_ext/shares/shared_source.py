@@ -1,9 +1,9 @@
-"""Lightning's combined loaders, whose batches ranks share."""
+"""Steps on global batches, each of which the ranks share."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -19,17 +19,29 @@ from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
-from lightning_ddp_ext.join.predictions import Finished, compare_finished
-from lightning_ddp_ext.ranks.loaders import FetchedBatch
-from lightning_ddp_ext.resume.resumable_loader import POSITION, ResumableRng, state_with_position
+from lightning_ddp_ext.join.predictions import Finished, compare_finished, none_finished
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, StepMaker
+from lightning_ddp_ext.loaders.step_loader import (
+    UNLIMITED,
+    FetchedBatch,
+    StepLoader,
+    Steps,
+    StepSource,
+    combine_part,
+    limit_of,
+)
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
-from lightning_ddp_ext.shares.samplers import GlobalBatches, NoSamples, ShareCollate, SharedSampler, compare_batches
+from lightning_ddp_ext.shares.global_batches import (
+    GlobalBatches,
+    NoSamples,
+    ShareCollate,
+    SharedSampler,
+    compare_batches,
+)
 from lightning_ddp_ext.shares.streams import SharedStreamBatch, StreamCollate, StreamSampler, hash_of_content
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, combine_shares
 
-_UNLIMITED = float("inf")
+_SEEDS, _TABLE = "seeds", "table"  # in checkpoints of a Fabric
 Taken = tuple[Any, Sequence[tuple[SharedBatch, int | None]]]
 """A batch, and the shares and samples of the loaders that have contributed to it."""
 
@@ -170,135 +182,126 @@ def _check(loader: DataLoader[Any]) -> None:
         )
 
 
-class SharedCombinedLoader(SteppedCombinedLoader):
-    """A `CombinedLoader` of global batches, each of which the ranks share.
+class SharedSource(StepSource):
+    """Steps of ranks that share the batches of their loaders.
 
-    All ranks draw the same batches, so its length and its state, the number of used batches, do not depend on the
-    number of ranks. `seeds` returns numbers for the samplers of an iteration, the same on all ranks.
+    All ranks draw the same batches, so their number, and the position in an epoch, do not depend on the number of
+    ranks. `seeds` are numbers for all samplers, and `epoch_seeds` returns further ones for an epoch and the place of a
+    loader, all the same on every rank.
     """
 
     def __init__(
         self,
-        iterables: Any,
-        mode: Any,
         group: dist.ProcessGroup,
         table: ShareTable,
-        seeds: Callable[[], tuple[int, ...]],
-        rng: ResumableRng | None,
+        seeds: Sequence[int],
+        epoch_seeds: Callable[[int], Sequence[int]],
         batch_dim: int,
-        resumed_states: list[Any],
-        finished: Finished,
-        has_next_batch: HasNextBatch,
+        has_next_batch: HasNextBatch | None = None,
+        resumed_states: Sequence[Any] = (),
+        finished: Finished = none_finished,
     ) -> None:
-        super().__init__(iterables, mode, group, rng)
+        self._group = group
+        self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._table = table
         self._seeds = seeds
+        self._epoch_seeds = epoch_seeds
         self._batch_dim = batch_dim
-        self._loaders: list[tuple[Any, SharedLoader]] = []  # with the loaders for which they were made
+        self._has_next_batch = has_next_batch  # None for a new one in each epoch
         # States of the samplers' generators. A resumed run may have other ranks, to which no other states belong.
         self._resumed_states = resumed_states
         self._finished = finished
-        self._has_next_batch = has_next_batch
+        self._loaders: list[tuple[Any, SharedLoader]] = []  # with the loaders for which they were made
         self._started_with: list[Any] = []
         self._stand_ins: dict[int, list[Any]] = {}
 
-    def _numbers_of_steps(self) -> list[float]:
-        lengths = [
-            min(_UNLIMITED if (length := sized_len(loader)) is None else length, limit)
-            for loader, limit in zip(self.flattened, self.limits or repeat(_UNLIMITED), strict=False)
-        ]
-        mode = combination_mode(self)
-        return lengths if mode == "sequential" else [combined_length(mode, lengths)]
-
     @override
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, loader: StepLoader) -> None:
+        super().reset(loader)
         for _, shared in self._loaders:
             shut_down_workers(shared.loader)
 
     @override
-    def close(self) -> None:
-        super().close()
-        del self._seeds, self._has_next_batch
-        self._loaders.clear()
+    def prepare(self, loader: StepLoader) -> None:
+        self._shared_loaders(loader)
 
-    def _shared_loaders(self) -> list[SharedLoader]:
+    def _shared_loaders(self, loader: StepLoader) -> list[SharedLoader]:
         """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
-        if [id(given) for given, _ in self._loaders] != [id(loader) for loader in self.flattened]:
-            is_training = self._rng is not None
+        if [id(given) for given, _ in self._loaders] != [id(one) for one in loader.flattened]:
+            is_training = loader.rng is not None
             self._loaders = [
                 (one, SharedLoader(one, GlobalBatches(self._table, self._group, is_training, one), self._batch_dim))
-                for one in self.flattened
+                for one in loader.flattened
             ]
             lead = agree_on_lead([shared for _, shared in self._loaders], self._group)
             if is_training:
                 self._table.lead = lead
-            batch_samplers = [getattr(loader, "batch_sampler", None) for loader in self.flattened]
-            for batch_size in {getattr(sampler, "batch_size", None) for sampler in batch_samplers if is_training}:
-                if isinstance(batch_size, int):
-                    self._table.check_batch_size(batch_size)
         return [shared for _, shared in self._loaders]
 
     @override
-    def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
-        loaders = self._shared_loaders()
-        if self._rng is not None:
-            generators = self._sampler_rngs()
+    def steps(self, loader: StepLoader, skip: int) -> Steps:
+        loaders = self._shared_loaders(loader)
+        if loader.rng is not None:
+            generators = _sampler_rngs(loader)
             restore_states(generators, self._resumed_states)
             self._started_with, self._resumed_states = capture_states(generators), []
-        number = self._table.begun if self._rng is None else self._table.begin_epoch(skip)
-        parts = [[loader] for loader in loaders] if combination_mode(self) == "sequential" else [loaders]
-        for position, loader in enumerate(loaders):
-            loader.batches.begin(number, *self._seeds(), position)
-        for dataloader_idx, (part, steps) in enumerate(zip(parts, self._numbers_of_steps(), strict=False)):
-            limit = None if steps == _UNLIMITED else int(steps)
+        number = self._table.begun if loader.rng is None else self._table.begin_epoch(skip)
+        parts = [[one] for one in loaders] if combination_mode(loader) == "sequential" else [loaders]
+        for position, shared in enumerate(loaders):
+            shared.batches.begin(number, *self._seeds, *self._epoch_seeds(position))
+        for dataloader_idx, (part, steps) in enumerate(zip(parts, self.numbers_of_steps(loader), strict=False)):
             done = self._finished(dataloader_idx, 0)
             first = skip + len(done)  # no training has finished predictions
-            for batch_idx, step in enumerate(self._share_steps(part, dataloader_idx, limit, first, done), first):
-                yield step, batch_idx, dataloader_idx
+            taken = self._take(loader, part, steps, first, done)
+            maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
+            has_next_batch = self._has_next_batch or HasNextBatch(self._group)
+            made = share_steps(maker, taken, part, has_next_batch, first)
+            for batch_idx, (batch, fetched) in enumerate(made, first):
+                yield (batch, batch_idx, dataloader_idx), fetched
 
-    def _share_steps(
-        self, part: list[SharedLoader], dataloader_idx: int, limit: int | None, skip: int, done: Sequence[int]
-    ) -> Iterator[tuple[Any, FetchedBatch]]:
-        """Yield the steps of loaders that contribute to the same batches; `done` are hashes of predicted batches."""
-        combined = self._combine(part)
-        looks_ahead = sized_len(self) is None or any(loader.batches.asks for loader in part)
-        batches: Iterable[Any] = (
-            combined  # `islice` begins the iteration, with which workers begin to fetch
-            if self._rng is None
-            else self._rng.iterate(combined, self.flattened, skip, looks_ahead=looks_ahead)
-        )
-
-        def fetch() -> Iterator[Taken]:
-            for number, (batch, _, _) in enumerate(islice(batches, limit)):
-                taken = [one for loader in part for one in loader.take()]
-                if number >= skip:
-                    yield batch, taken
-                elif done:
-                    compare_finished(self._rank, done[number : number + 1], [one.drawn for one, _ in taken])
-
-        maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
-        return share_steps(maker, fetch(), part, self._has_next_batch, skip)
+    def _take(
+        self, loader: StepLoader, part: list[SharedLoader], steps: float, skip: int, done: Sequence[int]
+    ) -> Iterator[Taken]:
+        """Yield the batches of loaders that contribute to the same steps; `done` are hashes of predicted batches."""
+        batches: Iterable[Any] = combine_part(loader, part)
+        if loader.rng is not None:
+            looks_ahead = steps == UNLIMITED or any(one.batches.asks for one in part)
+            batches = loader.rng.iterate(batches, loader.flattened, skip, looks_ahead)
+        for number, (batch, _, _) in enumerate(islice(batches, limit_of(loader, steps))):
+            taken = [one for shared in part for one in shared.take()]
+            if number >= skip:
+                yield batch, taken
+            elif done:
+                compare_finished(self._rank, done[number : number + 1], [one.drawn for one, _ in taken])
 
     def indices_of(self, dataloader_idx: int) -> Sequence[Any]:
         """Return the indices of this rank's shares of the batches that have been drawn; empty for streams."""
         return self._loaders[dataloader_idx][1].batches.own_indices
 
-    @property
-    def is_within_epoch(self) -> bool:
-        """Whether some batches of this epoch have been used, and others not."""
-        return bool(self.used)
-
-    def sampler_states(self) -> list[Any]:
+    def sampler_states(self, loader: StepLoader) -> list[Any]:
         """Return the states of the samplers' generators at the beginning of this epoch, or now between epochs."""
-        return self._started_with if self.is_within_epoch else capture_states(self._sampler_rngs())
+        return self._started_with if loader.used else capture_states(_sampler_rngs(loader))
 
-    def _sampler_rngs(self) -> list[LoaderRng]:
-        datasets = [getattr(loader, "dataset", None) for loader in self.flattened]
-        return find_loader_rngs(self.flattened, excluded=datasets)
+    @override
+    def state_dict(self, loader: StepLoader, is_within_epoch: bool) -> dict[str, Any]:
+        return {_SEEDS: [*self._seeds], _TABLE: self._table.state_dict(is_within_epoch)}
 
-    def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        self._skip = state_with_position(states).get(POSITION, 0)
+    @override
+    def load_state_dict(self, loader: StepLoader, state: Mapping[str, Any], has_rng: bool) -> None:
+        self._seeds = state[_SEEDS]
+        if has_rng:
+            self._table.load_state_dict(state[_TABLE])
+        elif loader.skip and _sampler_rngs(loader):
+            raise UnsupportedFeatureError(
+                "the checkpoint was saved in the middle of an epoch by another number of ranks, and a sampler has a"
+                " `generator` of its own, whose state cannot be restored. Load it on as many ranks, or one that was"
+                " saved between epochs."
+            )
+
+
+def _sampler_rngs(loader: StepLoader) -> list[LoaderRng]:
+    datasets = [getattr(one, "dataset", None) for one in loader.flattened]
+    return find_loader_rngs(loader.flattened, excluded=datasets)
 
 
 def share_steps(
@@ -319,4 +322,4 @@ def share_steps(
         keeps = is_own and not maker.stand_in and len(present) > 1
         samples = mean_count([count for _, count in taken]) if is_own else None
         step, own = maker.make(present, batch if is_own else None, samples, keeps)
-        yield step, own._replace(shares=shared)
+        yield step, own._replace(shares=shared, has_next_batch=has_next if sources else None)

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._compat.lightning_loaders import has_exact_length
+from lightning_ddp_ext.batches.containers import as_indices, hash_of
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers, list_ranks
 from lightning_ddp_ext.errors import (
     DDPExtError,
@@ -20,7 +21,6 @@ from lightning_ddp_ext.errors import (
     UnsupportedFeatureError,
     text_of,
 )
-from lightning_ddp_ext.join.predictions import as_indices, hash_of
 from lightning_ddp_ext.resume.rng_state import SeededRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
 from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, ShareTable
