@@ -151,7 +151,8 @@ class BalanceReport(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_recording and self._devices:
-            self._peaks = gather_objects(_own_peak(trainer.strategy.root_device))
+            device = trainer.strategy.root_device
+            self._peaks = gather_objects(peak_memory(device) if reports_memory(device) else _peak_of_process())
         self._finish(trainer)
 
     @override
@@ -223,11 +224,6 @@ def _peak_of_process() -> int | None:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _own_peak(device: torch.device) -> int | None:
-    """Return the most memory that this process has taken on its device, or on a CPU altogether."""
-    return peak_memory(device) if reports_memory(device) else _peak_of_process()
 
 
 def _gib(number_of_bytes: int) -> str:

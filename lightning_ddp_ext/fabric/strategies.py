@@ -30,12 +30,7 @@ from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFea
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, Steps, without_first
 from lightning_ddp_ext.join.combined_loader import RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import (
-    HasNextBatch,
-    LockstepLoader,
-    UnevenInputs,
-    number_of_steps,
-)
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
 from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation

@@ -13,12 +13,7 @@ from lightning_ddp_ext._compat.lightning_loaders import combination_mode, has_ex
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.distributed.exchange import gather_known
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.lockstep_loader import (
-    HasNextBatch,
-    LockstepLoader,
-    UnevenInputs,
-    number_of_steps,
-)
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, UnevenInputs, number_of_steps
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
@@ -169,7 +164,7 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
 
 
 class LockstepCombinedLoader(SteppedCombinedLoader):
-    """A `CombinedLoader` in which each rank has batches of its own.
+    """A `CombinedLoader` in which each rank draws its own batches.
 
     A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
     at any time.

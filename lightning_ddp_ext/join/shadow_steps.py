@@ -17,11 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loops import (
-    leaves_out_backward,
-    watch_logging,
-    without_batch_hooks,
-)
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging, without_batch_hooks
 from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.distributed.exchange import StoreMailbox, destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError

@@ -143,7 +143,7 @@ class ShareBalancer:
         if controller is not None and limits != controller.limits:
             controller.limits = limits
             known = ", ".join(f"{limit} on rank {rank}" for rank, limit in enumerate(limits) if limit is not None)
-            self._change(controller, table, f"samples that fit into the memory: {known}")
+            self._change(controller, table, f"samples that the memory has room for: {known}")
 
     def _decide(self, step: TimedStep) -> None:
         """Let the controller decide by the times of a step."""
@@ -181,7 +181,7 @@ class ShareBalancer:
         if self.controller is None or state is None:
             return False
         if len(state["shares"]) != self._ranks:
-            self._inform('`balance="auto"` starts with even shares: the checkpoint has another number of ranks.')
+            self._inform('`balance="auto"` starts with even shares: the checkpoint is of another number of ranks.')
             return False
         self.controller.load_state_dict(state)
         return True
@@ -192,6 +192,6 @@ def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None])
         return None
     if are_deterministic():
         if rule.is_auto:
-            inform('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
+            inform('`balance="auto"` is off, because measured times are not deterministic: batches are divided evenly.')
         return None
     return BalanceController(ranks, "rank")

@@ -32,7 +32,7 @@ from lightning_ddp_ext._compat.lightning import (
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
-from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
@@ -109,7 +109,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         NetworkInterfaceError: If this node has no such interface.
     """
 
-    division = "each rank has batches of its own, as many as the others"  # for a message
+    division = "each rank draws its own batches, as many as the others"  # for a message
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
 
@@ -143,15 +143,11 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         check_bucket_cap(bucket_cap_mb)
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
         objects: dict[str, Any] = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-            "ddp_comm_hook": ddp_comm_hook,
-            "ddp_comm_wrapper": ddp_comm_wrapper,
+            "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin, "cluster_environment": cluster_environment,
+            "ddp_comm_hook": ddp_comm_hook, "ddp_comm_wrapper": ddp_comm_wrapper,
             "model_averaging_period": model_averaging_period,
-        }
+        }  # fmt: skip
         check_objects(**objects)
         self._watch = StallWatch(stall_timeout)
         super().__init__(
@@ -295,13 +291,10 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
-        loss = ""
-        if self.rank_steps is None:
-            self.rank_steps = self.make_rank_steps(None)
-        else:
-            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+        meaning = None if self.rank_steps is None else self._weight_rule.meaning
+        self.rank_steps = self.rank_steps or self.make_rank_steps(None)
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
-        rank_zero_info(f"{type(self).__name__} on {ranks}: {self.division}.{loss}")
+        log_start(f"{type(self).__name__} on {ranks}: {self.division}.", meaning)
 
     def keep_loaders(self, trainer: Trainer) -> None:
         """Have Lightning keep what it would change about loaders beyond their samplers."""

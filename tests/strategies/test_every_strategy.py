@@ -43,8 +43,8 @@ REFUSED = [
 STARTS = [
     (lambda: BalancedDataParallelStrategy(gpu0_batch_size=1), 2, "the devices share each batch evenly, but at most 1"),
     (lambda: BalancedDataParallelStrategy(balance="auto"), 2, "the devices share each batch by their speed."),
-    (DDPCheckpointStrategy, 1, "each rank has batches of its own, as many as the others."),
-    (DDPJoinStrategy, 1, "each rank has batches of its own, and uses all of them."),
+    (DDPCheckpointStrategy, 1, "each rank draws its own batches, as many as the others."),
+    (DDPJoinStrategy, 1, "each rank draws its own batches; ranks may have different numbers of them."),
     (lambda: BalancedDDPStrategy(split=[2]), 1, "the ranks share each batch of the loader in proportions of 2."),
 ]
 
