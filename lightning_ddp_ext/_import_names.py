@@ -283,16 +283,14 @@ def _refuse_other(lightning: str, is_fabric: bool, argument: str, value: object)
     of = "pytorch_lightning" if f"{kind.__module__}.".startswith(f"{SECOND}.") else "lightning.pytorch"
     name, module = kind.__name__, kind.__module__.removeprefix(f"{PACKAGES[of]}.")
     of_fabric = module.startswith("fabric.") if argument == "strategy" else is_fabric
-    if (of, of_fabric) != (lightning, is_fabric):
+    ends = (of, of_fabric), (lightning, is_fabric)
+    if ends[0] != ends[1]:
         if argument == "strategy" and is_fabric:
             public = f"fabric.{_IN_FABRIC.get(name, name)}"
         else:
             folder = "callbacks" if module.startswith("callbacks.") else module
             public = name if name in PUBLIC else f"{folder}.{name}"
-        made, own = (
-            f"{_FABRICS[one]}.Fabric" if for_fabric else f"{one}.Trainer"
-            for one, for_fabric in ((of, of_fabric), (lightning, is_fabric))
-        )
+        made, own = (f"{_FABRICS[end]}.Fabric" if in_fabric else f"{end}.Trainer" for end, in_fabric in ends)
         raise TypeError(
             f"`{argument}` has a `{given.__name__}` that is made for `{made}`, and this is `{own}`."
             f" Use `{PACKAGES[lightning]}.{public}`."

@@ -22,7 +22,6 @@ from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe
 from lightning_ddp_ext.clusters.launchers import SRUN, find_launcher, in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_DOCTOR = "doctor"
 
 # Warnings of every run that no user can act on.
 _UPSTREAM_WARNINGS = (
@@ -44,7 +43,7 @@ def main() -> None:
         lightning = find_lightning()
     except ModuleNotFoundError as error:
         _exit(error)
-    if sys.argv[1:2] == [_DOCTOR]:
+    if sys.argv[1:2] == ["doctor"]:
         _quieten()
         raise SystemExit(_module_for(lightning, "cli.doctor").doctor(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):

@@ -105,7 +105,7 @@ def check_fractions(fractions: Sequence[float], num_replicas: int | None = None)
 
 
 class FractionSampler(DistributedSampler[Any]):
-    """Deals out a consecutive part of the data to each rank, shuffled. Lightning leaves a `DistributedSampler` alone."""
+    """Deals out a shuffled part of the data to each rank. Lightning leaves a `DistributedSampler` alone."""
 
     def __init__(self, dataset: Sized, fractions: Sequence[float], num_replicas: int, rank: int, seed: int = 0) -> None:
         super().__init__(cast(Any, dataset), num_replicas, rank, seed=seed)

@@ -151,14 +151,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         check_objects(**objects)
         self._watch = StallWatch(stall_timeout)
         super().__init__(
-            **objects,
-            ddp_comm_state=ddp_comm_state,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            init_method=init_method,
-            network_interface=network_interface,
-            start_method=start_method,
-        )
+            **objects, ddp_comm_state=ddp_comm_state, process_group_backend=process_group_backend, timeout=timeout,
+            init_method=init_method, network_interface=network_interface, start_method=start_method,
+        )  # fmt: skip
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
         self.batch_dim = batch_dim
