@@ -37,8 +37,7 @@ class LaunchSummary(Callback):
         if not trainer.is_global_zero:
             return
         source = trainer.ckpt_path or self.resumes
-        # FSDP looks for the checkpoint later.
-        if source == "last" and not trainer.strategy.restore_checkpoint_after_setup:
+        if source == "last" and not trainer.strategy.restore_checkpoint_after_setup:  # FSDP looks for it later
             source = "none: training begins anew"
             rank_zero_warn(
                 "`ckpt_path=last` finds no checkpoint, and training begins anew. To resume, set `hydra.run.dir` to the"

@@ -17,6 +17,8 @@ from lightning_ddp_ext import (
     BalancedDDPStrategy,
     DDPCheckpointStrategy,
     DDPJoinStrategy,
+    TokenCount,
+    _output,
     fabric,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -32,6 +34,7 @@ REFUSED = [
     ({"batch_dim": -1}, ValueError, "`batch_dim` must be"),
     ({"batch_dim": 0.5}, TypeError, "`batch_dim` must be"),
     ({"weight_by": "token"}, ValueError, "`weight_by` must be one of"),
+    ({"weight_by": TokenCount}, TypeError, r"`weight_by` is the class `TokenCount`. Use an object: `TokenCount\(\)`"),
     *[
         ({"stall_timeout": timedelta(seconds=s)}, ValueError, "`stall_timeout` must be above 0 seconds")
         for s in (0, -1)
@@ -49,7 +52,8 @@ STARTS = [
 ]
 
 
-def test_every_run_says_once_how_batches_are_divided_and_what_the_loss_is_taken_for(caplog):
+def test_a_session_says_once_how_batches_are_divided_and_what_the_loss_is_taken_for(caplog, monkeypatch):
+    monkeypatch.setattr(_output, "_started", set())
     caplog.set_level(logging.INFO, "lightning.pytorch")
     logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
     loss = "The loss is taken for a mean over samples; `GradientCheck` verifies it."
@@ -57,27 +61,31 @@ def test_every_run_says_once_how_batches_are_divided_and_what_the_loss_is_taken_
         for make, devices, division in STARTS:
             strategy, module = make(), BoringModel()
             trainer = quiet_trainer(strategy, devices, fast_dev_run=2)
-            for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
-                caplog.clear()
+            caplog.clear()
+            for run in (trainer.validate, trainer.fit, trainer.fit, trainer.test, trainer.predict):
                 run(module)
-                (line,) = (one.message for one in caplog.records if one.message.startswith(type(strategy).__name__))
-                assert division in line
-                assert (loss in line) == (run == trainer.fit)
+            lines = [one.message for one in caplog.records if one.message.startswith(type(strategy).__name__)]
+            assert [loss in line for line in lines] == [False, True]
+            assert all(division in line for line in lines)
     finally:
         logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
 
 
-MEANT = {
-    BalancedDataParallelStrategy: ("gpu0_bsz", "gpu0_batch_size"),
-    BalancedDDPStrategy: ("gpu0_bsz", "gpu0_batch_size"),
-    DDPJoinStrategy: ("uneven_input", "uneven_inputs"),
-    fabric.BalancedDDPStrategy: ("weightby", "weight_by"),
-}
+MEANT = [
+    (BalancedDataParallelStrategy, "gpu0_bsz", "Did you mean `gpu0_batch_size`"),
+    (BalancedDDPStrategy, "gpu0_bsz", "Did you mean `gpu0_batch_size`"),
+    (DDPJoinStrategy, "uneven_input", "Did you mean `uneven_inputs`"),
+    (DDPJoinStrategy, "backend", "Did you mean `process_group_backend`"),
+    (DDPJoinStrategy, "checkpointing", "Did you mean `activation_checkpointing`"),
+    (DDPJoinStrategy, "gpu0_batch_size", "It is an argument of `balanced_dp` and `balanced_ddp`"),
+    (DDPCheckpointStrategy, "uneven_inputs", "It is an argument of `ddp_join`"),
+    (fabric.BalancedDDPStrategy, "weightby", "Did you mean `weight_by`"),
+]
 
 
 def test_a_misspelt_argument_or_name_of_a_strategy_is_answered_with_the_right_one():
-    for strategy, (given, meant) in MEANT.items():
-        with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\. Did you mean `{meant}`"):
+    for strategy, given, meant in MEANT:
+        with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\. {meant}"):
             strategy(**{given: 1})
     for make, given, meant in (
         (Trainer, "balanced_pd", "balanced_dp"), (Trainer, "DDP_jion", "ddp_join"), (Fabric, "ddp_jion", "ddp_join"),
