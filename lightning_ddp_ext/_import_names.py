@@ -257,12 +257,11 @@ def _check_arguments(lightning: str, module: ModuleType) -> None:
 
     @functools.wraps(construct)
     def construct_checked(made: Any, *args: Any, **options: Any) -> None:
-        named = {**dict(zip(("accelerator", "strategy"), args, strict=False)), **options}  # of Fabric
         for name in ("strategy", "plugins", "callbacks"):
-            given = named.get(name)
+            given = options.get(name)
             for value in given if isinstance(given, list | tuple) else (given,):
                 _refuse_other(lightning, is_fabric, name, value)
-        strategy: Any = named.get("strategy")
+        strategy: Any = options.get("strategy")
         is_unknown = isinstance(strategy, str) and strategy.lower() not in registry
         remedy = suggest(strategy.lower(), filter(registry.__contains__, STRATEGIES)) if is_unknown else ""
         if remedy:  # Lightning's own error lists the names of all others

@@ -115,16 +115,15 @@ def test_a_strategy_of_fabric_for_a_trainer_and_the_reverse_are_refused_with_the
         ):
             message = rf"made for `{name}\.Trainer`, and this is `\S+\.Fabric`\. Use `{ours}\.fabric\.{public}`"
             assert hasattr(package.fabric, public)
-            for given in ({"strategy": strategy}, ("cpu", strategy)):
-                with pytest.raises(TypeError, match=message):
-                    fabrics.Fabric(*given) if isinstance(given, tuple) else fabrics.Fabric(accelerator="cpu", **given)
+            with pytest.raises(TypeError, match=message):
+                fabrics.Fabric(strategy=strategy, accelerator="cpu")
         for strategy in (package.fabric.DDPJoinStrategy(), package.fabric.DDPJoinStrategy):
             with pytest.raises(TypeError, match=rf"this is `{name}\.Trainer`\. Use `{ours}\.DDPJoinStrategy`"):
                 trainer(strategy=strategy, accelerator="cpu", logger=False)
         for make, kind in ((trainer, package.DDPJoinStrategy), (fabrics.Fabric, package.fabric.DDPJoinStrategy)):
             with pytest.raises(TypeError, match=r"has the class `DDPJoinStrategy`. Pass an object: `DDPJoinStrategy\("):
                 make(strategy=kind, accelerator="cpu")
-        fabrics.Fabric("cpu", package.fabric.DDPJoinStrategy(), devices=2)
+        fabrics.Fabric(accelerator="cpu", strategy=package.fabric.DDPJoinStrategy(), devices=2)
 
 
 def test_errors_and_what_needs_no_lightning_are_shared():

@@ -20,7 +20,7 @@ MISTAKES = {
     "batch_size=64": "`batch_size` is not a setting. Did you mean `data.batch_size`?",
     "resume=last": "`resume` is not a setting. Did you mean `ckpt_path`?",
     "split=[1,2]": "`split` is not a setting. Did you mean `strategy.split`?",
-    "strategy=ddp_join strategy.gpu0_batch_size=2": "not a setting. It is an argument of `balanced_dp` and `balanced_d",
+    "strategy=ddp_join strategy.gpu0_batch_size=2": "It is an argument of the strategies `balanced_dp` and `bal",
     "strategy=ddp_join strategy.backend=gloo": "not a setting. Did you mean `process_group_backend`?",
     "strategy=ddp_join strategy.checkpointing=x": "not a setting. Did you mean `activation_checkpointing`?",
     "docter": "`docter` is not a valid override. Did you mean `doctor`?",
