@@ -143,7 +143,7 @@ class ShareBalancer:
         if controller is not None and limits != controller.limits:
             controller.limits = limits
             known = ", ".join(f"{limit} on rank {rank}" for rank, limit in enumerate(limits) if limit is not None)
-            self._change(controller, table, f"samples that the memory has room for: {known}")
+            self._change(controller, table, f"samples that fit into the memory: {known}")
 
     def _decide(self, step: TimedStep) -> None:
         """Let the controller decide by the times of a step."""

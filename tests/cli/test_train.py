@@ -168,6 +168,7 @@ def test_a_requeued_job_without_a_checkpoint_starts_from_the_beginning(tmp_path,
     assert trainer.global_step == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*(no last checkpoint available|exists and is not empty)")
 def test_the_launch_shows_model_data_and_checkpoint(tmp_path, capsys):
     def launch(path):
         summary = LaunchSummary(tmp_path, "single")
