@@ -48,6 +48,8 @@ STRATEGIES = {
     "ddp_checkpoint": "DDPCheckpointStrategy",
     "ddp_join": "DDPJoinStrategy",
 }
+# The nearest strategies for Fabric of those that it lacks.
+_IN_FABRIC = {"BalancedDataParallelStrategy": "BalancedDDPStrategy", "ExplicitDDPStrategy": "DDPCheckpointStrategy"}
 
 _LIGHTNING = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 _IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import \(?([\w, ]*))?", re.MULTILINE)
@@ -248,17 +250,17 @@ def _make(package: str, class_name: str, **options: Any) -> Any:
 
 
 def _check_arguments(lightning: str, module: ModuleType) -> None:
-    """Have the Trainer or Fabric in a module of Lightning refuse misspelt names and objects made for the other one."""
+    """Have the Trainer or Fabric in a module of Lightning refuse misspelt names, classes, objects for another."""
     is_fabric = hasattr(module, "Fabric")
     kind = module.Fabric if is_fabric else module.Trainer
     construct = kind.__init__
 
     @functools.wraps(construct)
     def construct_checked(made: Any, *args: Any, **options: Any) -> None:
-        for name in () if is_fabric else ("strategy", "plugins", "callbacks"):
+        for name in ("strategy", "plugins", "callbacks"):
             given = options.get(name)
             for value in given if isinstance(given, list | tuple) else (given,):
-                _refuse_other(lightning, name, value)
+                _refuse_other(lightning, is_fabric, name, value)
         strategy: Any = options.get("strategy")
         is_unknown = isinstance(strategy, str) and strategy.lower() not in registry
         remedy = suggest(strategy.lower(), filter(registry.__contains__, STRATEGIES)) if is_unknown else ""
@@ -271,19 +273,29 @@ def _check_arguments(lightning: str, module: ModuleType) -> None:
     kind.__init__ = construct_checked
 
 
-def _refuse_other(lightning: str, argument: str, value: object) -> None:
-    (other,) = PACKAGES.keys() - {lightning}
-    for kind in type(value).__mro__:
-        module = kind.__module__
-        is_ours = f"{module}.".startswith(f"{PACKAGE}.")
-        if is_ours and f"{module}.".startswith(f"{SECOND}.") == (lightning != "pytorch_lightning"):
-            inner = module.removeprefix(f"{PACKAGES[other]}.")
-            folder = "callbacks" if inner.startswith("callbacks.") else inner
-            public = kind.__name__ if kind.__name__ in PUBLIC else f"{folder}.{kind.__name__}"
-            raise TypeError(
-                f"`{argument}` has a `{type(value).__name__}` that is made for `{other}.Trainer`, and this is"
-                f" `{lightning}.Trainer`. Use `{PACKAGES[lightning]}.{public}`."
-            )
+def _refuse_other(lightning: str, is_fabric: bool, argument: str, value: object) -> None:
+    """Refuse an object of this package for another Trainer or Fabric, and a class in place of an object."""
+    given = value if isinstance(value, type) else type(value)
+    kind = next((one for one in given.__mro__ if f"{one.__module__}.".startswith(f"{PACKAGE}.")), None)
+    if kind is None:
+        return
+    of = "pytorch_lightning" if f"{kind.__module__}.".startswith(f"{SECOND}.") else "lightning.pytorch"
+    name, module = kind.__name__, kind.__module__.removeprefix(f"{PACKAGES[of]}.")
+    of_fabric = module.startswith("fabric.") if argument == "strategy" else is_fabric
+    ends = (of, of_fabric), (lightning, is_fabric)
+    if ends[0] != ends[1]:
+        if argument == "strategy" and is_fabric:
+            public = f"fabric.{_IN_FABRIC.get(name, name)}"
+        else:
+            folder = "callbacks" if module.startswith("callbacks.") else module
+            public = name if name in PUBLIC else f"{folder}.{name}"
+        made, own = (f"{_FABRICS[end]}.Fabric" if in_fabric else f"{end}.Trainer" for end, in_fabric in ends)
+        raise TypeError(
+            f"`{argument}` has a `{given.__name__}` that is made for `{made}`, and this is `{own}`."
+            f" Use `{PACKAGES[lightning]}.{public}`."
+        )
+    if given is value:
+        raise TypeError(f"`{argument}` has the class `{given.__name__}`. Pass an object: `{given.__name__}()`.")
 
 
 # By the module of Lightning after whose import they are called, with the name of Lightning.

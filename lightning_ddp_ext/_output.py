@@ -44,3 +44,14 @@ def rank_zero_info(message: str) -> None:
     """Log a message on rank 0, as Lightning's function does, above a progress bar."""
     with above_progress_bar():
         log_on_rank_zero(message)
+
+
+_started: set[str] = set()  # lines that this session has logged
+
+
+def log_start(division: str, meaning: str | None) -> None:
+    """Log how a strategy divides batches and, if it fits, the `meaning` of the loss, once for all runs of a session."""
+    line = division if meaning is None else f"{division} The loss is taken for {meaning}; `GradientCheck` verifies it."
+    if line not in _started:
+        _started.update((division, line))
+        rank_zero_info(line)

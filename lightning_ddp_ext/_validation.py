@@ -123,9 +123,17 @@ def refuse_unknown(unknown: dict[str, object], strategy: type) -> None:
         raise TypeError(f"`{name}` is not an argument of this strategy.{remedy}")
 
 
+# Arguments that not all strategies have, and the strategies that have them.
+_OWNERS = dict.fromkeys(("balance", "gpu0_batch_size", "split"), "strategies `balanced_dp` and `balanced_ddp`")
+_OWNERS |= {"cost": "strategy `balanced_ddp`", "uneven_inputs": "strategy `ddp_join`"}
+
+
 def suggest(wrong: str, valid: Iterable[str]) -> str:
-    """Return a question for the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(wrong, list(valid), n=1)
+    """Return a question for the name that was probably meant, or the strategies that have it, or nothing."""
+    names = list(valid)
+    if wrong in _OWNERS:
+        return f" It is an argument of the {_OWNERS[wrong]}."
+    close = [name for name in names if name.endswith(f"_{wrong}")] or difflib.get_close_matches(wrong, names, n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

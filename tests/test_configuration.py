@@ -340,10 +340,14 @@ def test_the_documented_application_makes_its_trainer_with_every_strategy_and_cl
 @pytest.mark.slow
 def test_the_documented_application_runs(tmp_path):
     write_documented_application(tmp_path)
-    command = [sys.executable, "train.py", "strategy.gpu0_batch_size=8"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "BalancedDataParallelStrategy [8, 24]" in done.stdout
+    for overrides, printed in (
+        (["strategy.gpu0_batch_size=8"], "BalancedDataParallelStrategy\n"),
+        (["strategy=ddp_join", "process_group=gloo", "network=loopback"], "DDPJoinStrategy\n"),
+    ):
+        command = [sys.executable, "train.py", *overrides]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        assert printed in done.stdout
 
 
 @pytest.mark.slow

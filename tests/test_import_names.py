@@ -102,6 +102,30 @@ def test_an_object_for_the_other_trainer_is_refused_with_the_right_import(ours, 
         assert pkgutil.resolve_name(f"{_import_names.PACKAGES[ours]}.{public}") is not None
 
 
+def test_a_strategy_of_fabric_for_a_trainer_and_the_reverse_are_refused_with_the_right_import():
+    for name in (FIRST, SECOND):
+        fabrics = importlib.import_module(_import_names._FABRICS[name])
+        package, trainer = package_of(name), importlib.import_module(name).Trainer
+        ours = _import_names.PACKAGES[name]
+        for strategy, public in (
+            (package.DDPJoinStrategy(), "DDPJoinStrategy"),
+            (package.BalancedDataParallelStrategy(), "BalancedDDPStrategy"),
+            (package.BalancedDataParallelStrategy, "BalancedDDPStrategy"),
+            (package.ExplicitDDPStrategy(), "DDPCheckpointStrategy"),
+        ):
+            message = rf"made for `{name}\.Trainer`, and this is `\S+\.Fabric`\. Use `{ours}\.fabric\.{public}`"
+            assert hasattr(package.fabric, public)
+            with pytest.raises(TypeError, match=message):
+                fabrics.Fabric(strategy=strategy, accelerator="cpu")
+        for strategy in (package.fabric.DDPJoinStrategy(), package.fabric.DDPJoinStrategy):
+            with pytest.raises(TypeError, match=rf"this is `{name}\.Trainer`\. Use `{ours}\.DDPJoinStrategy`"):
+                trainer(strategy=strategy, accelerator="cpu", logger=False)
+        for make, kind in ((trainer, package.DDPJoinStrategy), (fabrics.Fabric, package.fabric.DDPJoinStrategy)):
+            with pytest.raises(TypeError, match=r"has the class `DDPJoinStrategy`. Pass an object: `DDPJoinStrategy\("):
+                make(strategy=kind, accelerator="cpu")
+        fabrics.Fabric(accelerator="cpu", strategy=package.fabric.DDPJoinStrategy(), devices=2)
+
+
 def test_errors_and_what_needs_no_lightning_are_shared():
     second = package_of(SECOND)
     assert second.__all__ == lightning_ddp_ext.__all__

@@ -33,7 +33,8 @@ class Decision:
 
     def __str__(self) -> str:
         before, after = (", ".join(map(str, sizes)) for sizes in (self.before, self.after))
-        return f"settled at {after}; {self.reason}" if before == after else f"{before} -> {after}; {self.reason}"
+        change = f"stays at {after}" if before == after else f"from {before} to {after}"
+        return f"{change} samples, because {self.reason}"
 
 
 def divide_by_shares(batch_size: int, shares: Sequence[float], limits: Sequence[int | None]) -> list[int]:
@@ -180,8 +181,8 @@ class BalanceController:
             self._fixed = [0.0] * len(times)
             return self._move(
                 previous.shares,
-                f"the slowest {self._noun} took {_ms([max(previous.times)])} before, {previous.imbalance:.0%} longer"
-                f" than the mean, and takes {_ms([slowest])} now, {imbalance:.0%} longer",
+                f"the last change gained little: the slowest {self._noun} took {_ms([max(previous.times)])} before it"
+                f" and takes {_ms([slowest])} now, {previous.imbalance:.0%} and {imbalance:.0%} longer than the mean",
             )
         if self._batches < self._retry_at or not self._is_shown(window, STOP_AT if self._is_moving else START_AT):
             self._accepted = imbalance
@@ -193,7 +194,7 @@ class BalanceController:
         if sizes == self._sizes or expected >= slowest:
             self._accepted = imbalance
             within = "" if all(limit is None for limit in self.limits) else " within the memory"
-            return self._settle(f"whole samples{within} allow no better than {_ms(times)}")
+            return self._settle(f"no other whole numbers of samples{within} would be faster ({_ms(times)})")
         self._previous = _Position(self.shares, self._sizes, times, imbalance, expected)
         self._is_moving = True
         reason = f"{self._noun} {times.index(slowest)} takes {imbalance:.0%} longer than the mean"

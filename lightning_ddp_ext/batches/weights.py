@@ -33,6 +33,10 @@ class WeightRule:
 
     def __init__(self, weight_by: WeightBy, inform: Callable[[str], None]) -> None:
         names = get_args(_Name)
+        if isinstance(weight_by, type):
+            raise TypeError(
+                f"`weight_by` is the class `{weight_by.__name__}`. Use an object: `{weight_by.__name__}()`."
+            )
         if not callable(weight_by) and weight_by not in names:
             raise ValueError(
                 f"`weight_by` must be one of {', '.join(map(repr, names))} or a callable `batch -> float`, got"

@@ -30,7 +30,7 @@ from rich.text import Text
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
-from lightning_ddp_ext.cli.validate import check_run, make_trainer, prepare_config
+from lightning_ddp_ext.cli.validate import QUIET, check_run, make_trainer, prepare_config
 from lightning_ddp_ext.clusters.environments import summarize
 from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
@@ -315,18 +315,10 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     use_lightning("lightning.pytorch", config)
     choices = config.hydra.runtime.choices
     diagnosis.strategy = str(choices.strategy)
-    check_settings(config, choices)
+    check_settings(config, config.hydra)
     prepare_config(config, choices)
     connection = _take_connection(config, options.timeout)
-    trainer = make_trainer(
-        config,
-        instantiate(config.strategy),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=os.getcwd(),
-    )
+    trainer = make_trainer(config, instantiate(config.strategy), default_root_dir=os.getcwd(), **QUIET)
     check_run(config, config.hydra, trainer)
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy | FSDPStrategy):

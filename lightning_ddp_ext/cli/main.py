@@ -4,9 +4,11 @@ import errno
 import importlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,13 +22,13 @@ from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe
 from lightning_ddp_ext.clusters.launchers import SRUN, find_launcher, in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_DOCTOR = "doctor"
 
 # Warnings of every run that no user can act on.
 _UPSTREAM_WARNINGS = (
     r"Experiment logs directory .* exists and is not empty",  # Hydra has written its files there
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # lightning 2.6.6 on torch 2.13
     r"The `srun` command is available on your system but is not used",  # `cluster=slurm` checks it
+    r".*there is no last checkpoint available",  # `LaunchSummary` gives a remedy
 )
 
 
@@ -41,7 +43,7 @@ def main() -> None:
         lightning = find_lightning()
     except ModuleNotFoundError as error:
         _exit(error)
-    if sys.argv[1:2] == [_DOCTOR]:
+    if sys.argv[1:2] == ["doctor"]:
         _quieten()
         raise SystemExit(_module_for(lightning, "cli.doctor").doctor(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
@@ -67,6 +69,7 @@ def main() -> None:
             if in_sweep():
                 failed.append(_report_job(error))
                 raise failed[-1] from None
+            _remove_unused_folder()
             _exit(error.__cause__ or error)
         finally:
             if failed:
@@ -95,7 +98,7 @@ def _train(config: DictConfig) -> None:
     try:
         OmegaConf.resolve(config)
         OmegaConf.to_container(config, throw_on_missing=True)
-        check_settings(config, HydraConfig.get().runtime.choices)
+        check_settings(config, HydraConfig.get())
         config.lightning = lightning = choose_lightning(config)  # imports the model, and torch with it
     except Exception as error:
         # Any error of a setting, as in `cli/train.py`: the command prints one message.
@@ -149,6 +152,17 @@ def _report_job(error: LaunchError) -> LaunchError:
     problem = f"job {hydra.job.num} of the sweep, `{' '.join(hydra.overrides.task)}`: {reason}"
     sys.stderr.write(f"lightning-ddp-ext: {problem}\n")
     return LaunchError(problem)
+
+
+def _remove_unused_folder() -> None:
+    """Remove the run folder of a refused run, and empty folders around it, if it holds nothing but Hydra's files."""
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    is_own = hydra.output_subdir is not None and not folder.samefile(os.curdir)
+    if is_own and {path.name for path in folder.iterdir()} <= {hydra.output_subdir, f"{hydra.job.name}.log"}:
+        with suppress(OSError):
+            shutil.rmtree(folder)
+            os.removedirs(os.path.relpath(folder.parent))
 
 
 def _quieten() -> None:

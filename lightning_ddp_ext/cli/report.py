@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 from typing_extensions import override
 
@@ -26,6 +27,7 @@ class LaunchSummary(Callback):
 
     def __init__(self, folder: Path, strategy: str) -> None:
         self.has_begun = False
+        self.resumes: str | None = None  # the checkpoint that the run is to resume from
         self._folder = folder
         self._strategy = strategy
 
@@ -34,8 +36,19 @@ class LaunchSummary(Callback):
         trainer.fit_loop.setup_data()
         if not trainer.is_global_zero:
             return
+        source = trainer.ckpt_path or self.resumes
+        if source == "last" and not trainer.strategy.restore_checkpoint_after_setup:  # FSDP looks for it later
+            source = "none: training begins anew"
+            rank_zero_warn(
+                "`ckpt_path=last` finds no checkpoint, and training begins anew. To resume, set `hydra.run.dir` to the"
+                " folder of the earlier run, or `ckpt_path` to a file."
+            )
         table = two_columns("Launch")
         table.add_row("strategy", self._strategy)
+        table.add_row("model", type(pl_module).__name__)
+        table.add_row("data", type(trainer.datamodule).__name__)  # type: ignore[attr-defined]
+        if source is not None:
+            table.add_row("checkpoint", str(source))
         per_process = getattr(trainer.train_dataloader, "batch_size", None)
         table.add_row("devices", _describe_devices(trainer, per_process))
         if per_process is not None:
@@ -57,12 +70,10 @@ class LaunchSummary(Callback):
         print_table(table)
 
     @override
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.has_begun = True
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.has_begun = True
+
+    on_sanity_check_start = on_train_start
 
 
 def _describe_devices(trainer: Trainer, batch_size: int | None) -> str:

@@ -3,6 +3,8 @@
 import difflib
 import errno
 import importlib.resources
+import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -72,13 +74,13 @@ def _describe(error: BaseException) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"`{group}={option}` does not exist.{suggest(option, error.options)} Valid: {', '.join(error.options)}."
     if isinstance(error, OverrideParseException):
-        return f"`{error.override}` is not a valid override. Write `key=value`, with lists as `key=[1,2]`."
+        meant = suggest(str(error.override), ["doctor"])
+        return f"`{error.override}` is not a valid override.{meant} Write `key=value`, with lists as `key=[1,2]`."
     if isinstance(error, InstantiationException):
         return _describe_instantiation(error)
-    if isinstance(error, OmegaConfBaseException):
-        return _describe_omegaconf(error)
-    if isinstance(error, ConfigCompositionException) and isinstance(error.__cause__, OmegaConfBaseException):
-        return _describe_omegaconf(error.__cause__)
+    cause = error.__cause__ if isinstance(error, ConfigCompositionException) else error
+    if isinstance(cause, OmegaConfBaseException):
+        return _describe_omegaconf(cause)
     if "Config group override must be a string" in str(error):
         # Hydra does not name the group, so that `describe` prepends the settings.
         return "a group is null or a number. Leave it out for its default; callbacks and logger also take `none`."
@@ -105,7 +107,7 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
                 f"`{error.full_key}` is not a setting, because no option with settings is chosen for `{group}`."
                 f" Choose an option first, `{group}=...`{_options(group)}, or add a new key, `+{error.full_key}=...`."
             )
-        meant = suggest(str(error.key), keys) or _suggest_below(str(error.key), error.parent_node)
+        meant = _suggest_setting(str(error.key), keys, error.parent_node)
         return f"`{error.full_key}` is not a setting.{meant} Valid: {', '.join(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
 
@@ -117,6 +119,10 @@ def _describe_instantiation(error: InstantiationException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     reason = lines[0] if isinstance(cause, InstantiationException) else _text(cause)
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        module, _, name = cause.name.rpartition(".")
+        known = dir(sys.modules.get(module)) if module else [one.name for one in pkgutil.iter_modules(["."])]
+        reason = f"{f'`{module}` has no `{name}`' if module else reason}.{suggest(name, known)}"
     return f"in `{key}`: {reason}" if key else reason
 
 
@@ -129,11 +135,13 @@ _SYNONYMS = {"checkpoint": "ckpt_path", "epochs": "max_epochs", "gpus": "devices
 _SYNONYMS |= {"resume": "ckpt_path", "steps": "max_steps"}
 
 
-def _suggest_below(wrong: str, config: Any) -> str:
-    """Suggest the full name of a setting with such a name in a group of the configuration."""
+def _suggest_setting(wrong: str, keys: Sequence[str], config: Any) -> str:
+    """Suggest one of the keys of a node of the configuration, or the full name of a setting in a group below it."""
     names = {path.rpartition(".")[2]: path for path in _list_settings(OmegaConf.to_container(config))}
-    close = difflib.get_close_matches(_SYNONYMS.get(wrong, wrong), names, n=1)
-    return f" Did you mean `{names[close[0]]}`?" if close else ""
+    meant = _SYNONYMS.get(wrong, wrong)
+    close = [meant] if meant in names else difflib.get_close_matches(meant, names, n=1)
+    below = f" Did you mean `{names[close[0]]}`?" if close else ""
+    return below if meant in names else suggest(wrong, keys) or below
 
 
 def _list_settings(config: Any, prefix: str = "") -> Iterator[str]:
@@ -156,11 +164,12 @@ _LAST_SEED = 2**32 - 1  # of NumPy
 # Smaller values pass the Trainer's own checks, and then train wrongly or divide by zero.
 _LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
 _ONE_PROCESS = ("balanced_dp", "single")
+_DEMO = f"{PACKAGE}.demo."
 
 
-def check_settings(config: DictConfig, choices: Any) -> None:
-    """Refuse settings that no device makes right; `choices` are the chosen options by group."""
-    _check_groups(config, choices)
+def check_settings(config: DictConfig, hydra: Any) -> None:
+    """Refuse settings that no device makes right; `hydra` is Hydra's settings."""
+    _check_groups(config, hydra.runtime.choices, hydra.overrides.task)
     trainer = config.trainer
     check_integer("seed", config.seed, most=_LAST_SEED, remedy=_DEFAULT)
     for name, least in _LEAST.items():
@@ -173,17 +182,21 @@ def check_settings(config: DictConfig, choices: Any) -> None:
             _check_arguments(config[group], group)
 
 
-def _check_groups(config: DictConfig, choices: Any) -> None:
+def _check_groups(config: DictConfig, choices: Any, overrides: Sequence[str]) -> None:
     path = config.ckpt_path
     if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).exists():
         raise LaunchError(f"`ckpt_path={path}` does not exist. Give the path of a checkpoint, or `last`.")
     # The models of the package and their data are in the same module.
     model, data = (str(OmegaConf.select(config, f"{group}._target_")).rpartition(".")[0] for group in ("model", "data"))
-    if model != data and all(module.startswith(f"{PACKAGE}.demo.") for module in (model, data)):
+    is_packaged, is_chosen = model.startswith(_DEMO), choices.get("experiment") or "data" in map(_key, overrides)
+    if model != data and data.startswith(_DEMO) and (is_packaged or not is_chosen):
         suitable = "digits" if model.endswith("digits") else "stdlib_text"
         raise LaunchError(
             f"`model={choices.model}` cannot train on `data={choices.data}`. Add `data={suitable}`, or choose another"
             " model."
+            if is_packaged
+            else f"`model._target_={config.model._target_}` would train on `data={choices.data}`, the default. Add"
+            f" `data=custom data._target_=...` with the path of your class, or `data={choices.data}` to train on it."
         )
     for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
         raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
@@ -193,7 +206,7 @@ def _check_groups(config: DictConfig, choices: Any) -> None:
             reason = lacks if choices.strategy in _ONE_PROCESS else f"takes no `{key}`"
             raise LaunchError(
                 f"`{group}={choices[group]}` is set, but `strategy={choices.strategy}` {reason}. Leave it out, or"
-                " choose `strategy=ddp` or `strategy=fsdp`."
+                " choose `balanced_ddp`, `ddp_checkpoint` or `ddp_join`, which have a process for each device."
             )
 
 

@@ -31,7 +31,7 @@ from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import join_batches
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
-from lightning_ddp_ext.cli.validate import check_run, make, make_all, make_trainer, prepare_config
+from lightning_ddp_ext.cli.validate import QUIET, check_run, make, make_all, make_trainer, prepare_config
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import BatchSplitError, CheckpointRefusedError, DDPExtError, UnsupportedFeatureError
@@ -130,7 +130,7 @@ def _compares(config: DictConfig, model: LightningModule, data: LightningDataMod
 
 
 def _fit(config: DictConfig, run: _Run) -> None:
-    path = checkpoint_to_resume(config.ckpt_path, run.trainer)
+    run.summary.resumes = path = checkpoint_to_resume(config.ckpt_path, run.trainer)
     options = {"weights_only": config.weights_only} if TAKES_WEIGHTS_ONLY else {}
     if not options and not config.weights_only:
         raise LaunchError("`weights_only=false` needs Lightning 2.6. Install it, or leave this out.")
@@ -220,7 +220,7 @@ def checkpoint_to_resume(given: str | None, trainer: Trainer) -> str | None:
             last = max(last, _newest(Path(callback.dirpath), pattern))
     if hpc > last:
         return "hpc"
-    # A given path is older. Lightning finds checkpoints on remote file systems itself, and warns if there is none.
+    # A given path is older. Lightning finds checkpoints on remote file systems itself.
     return "last" if last or given is None else given
 
 
@@ -297,11 +297,8 @@ def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecord
         val_check_interval=None,
         min_epochs=None,
         min_steps=None,
-        logger=False,
         profiler=None,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     concatenate = getattr(data, "concatenate_batches", _concatenate)
     loader = _Replay(recorder, trainer, concatenate)

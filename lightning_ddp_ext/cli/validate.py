@@ -28,6 +28,7 @@ _Part = TypeVar("_Part")
 
 _MOST_PROCESSES = 1024  # of one node, on the CPU
 _SINGLE = "single"
+QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
 
 
 def prepare_config(config: DictConfig, choices: Any) -> None:
@@ -54,18 +55,15 @@ def prepare_config(config: DictConfig, choices: Any) -> None:
 def make(node: Any, key: str, kind: type[_Part]) -> _Part:
     """Instantiate the part of the configuration under `key`, which has to be a `kind`."""
     part = instantiate(node)
-    other = lightning_of(type(part))
-    if not isinstance(part, kind) and other not in (None, "lightning.pytorch"):
-        raise LaunchError(
-            f"`{key}` makes a {type(part).__name__}, a class of `{other}`, and this run imports `lightning.pytorch`."
-            f" Set `lightning={other}`, and import one of them in model, data and callbacks."
-        )
-    if not isinstance(part, kind):
-        raise LaunchError(
-            f"`{key}` makes a {type(part).__name__}, not a {kind.__name__}. Set `{key}._target_` to the path of a class"
-            " that is one."
-        )
-    return part
+    if isinstance(part, kind):
+        return part
+    other, problem = lightning_of(type(part)), f"`{key}` makes a {type(part).__name__}"
+    if other in (None, "lightning.pytorch"):
+        raise LaunchError(f"{problem}, not a {kind.__name__}. Set `{key}._target_` to the path of a class that is one.")
+    raise LaunchError(
+        f"{problem}, a class of `{other}`, and this run imports `lightning.pytorch`. Set `lightning={other}`, and"
+        " import one of them in model, data and callbacks."
+    )
 
 
 def make_all(entries: Any, group: str, kind: type[Any]) -> list[Any]:

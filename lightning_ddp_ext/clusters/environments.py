@@ -39,8 +39,8 @@ def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int) -> l
     tasks = _number(environ, "SLURM_NTASKS")
     name = environ.get("SLURM_JOB_NAME", "")
     is_hidden = name in _HIDING_NAMES
-    problems = []
-    if not _is_task(environ):
+    problems, step = [], _number(environ, "SLURM_STEP_ID")
+    if step is None or step >= _LAST_STEP or SRUN.rank not in environ:  # a batch script, or a shell in an allocation
         if num_nodes > 1 or (tasks is not None and not is_hidden and devices > 1):
             problems.append(
                 f"this process is in the allocation `{_JOB}={environ[_JOB]}`, but `srun` has not started it"
@@ -84,12 +84,6 @@ def tasks_per_node(text: str) -> list[int]:
             return []
         counts += [int(read[1])] * int(read[2] or 1)
     return counts
-
-
-def _is_task(environ: Mapping[str, str]) -> bool:
-    """Return True if `srun` has started this process, rather than a batch script or a shell in an allocation."""
-    step = _number(environ, "SLURM_STEP_ID")
-    return step is not None and step < _LAST_STEP and SRUN.rank in environ
 
 
 def _check_tasks(environ: Mapping[str, str], tasks: int, nodes: int, devices: int) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_integer, check_text
 from lightning_ddp_ext.clusters.environments import check_has_rank, check_tasks, rendezvous_port
 from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep
-from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend, reserve_descriptors
 from lightning_ddp_ext.distributed.network import ChosenNetwork, check_interface
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
@@ -63,11 +63,16 @@ class Connection:
         environment = strategy.cluster_environment
         check_backend(self.backend, device_type_of(strategy))
         check_mpirun(environment is not None and environment.creates_processes_externally)
-        has_address = parse_init_method(self.init_method) is not None
+        endpoint = parse_init_method(self.init_method)
         nodes, devices = strategy.num_nodes, strategy.num_processes
-        check_tasks(environment, num_nodes=nodes, devices=devices, has_address=has_address)
-        check_interface(self.network_interface, strategy.num_nodes)
+        check_tasks(environment, num_nodes=nodes, devices=devices, has_address=endpoint is not None)
+        check_interface(self.network_interface, nodes)
+        if environment is None or environment.creates_processes_externally:
+            return
         _check_sweep(strategy)
+        if nodes == 1:  # before this process starts the others, which would report that they have lost it
+            serves = endpoint is None or endpoint.path is None
+            reserve_descriptors(0, devices, getattr(strategy, "channels", 1) * (1 + serves))
 
     def open(self, strategy: ProcessStrategy, progress: RendezvousProgress | None = None) -> ChosenNetwork | None:
         """Create the process group of a strategy that knows its ranks; rank 0 logs the interface of each node."""
@@ -114,9 +119,7 @@ def device_type_of(strategy: ProcessStrategy) -> str:
 
 def _check_sweep(strategy: ProcessStrategy) -> None:
     """Reject a job of a sweep that would start its processes by repeating the command, and with it the whole sweep."""
-    environment = strategy.cluster_environment
-    starts_processes = environment is not None and not environment.creates_processes_externally
-    if starts_processes and strategy.num_processes > 1 and start_method_of(strategy) == "popen" and in_sweep():
+    if strategy.num_processes > 1 and start_method_of(strategy) == "popen" and in_sweep():
         raise UnsupportedFeatureError(
             f'`--multirun` with `devices={strategy.num_processes}` and `start_method="popen"`: every process that is'
             ' started would begin the whole sweep again. Use `start_method="spawn"`.'

@@ -1,11 +1,13 @@
 """Models and real data that ship with installed packages, for the default runs of the command (extra `demo`)."""
 
 import math
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext._validation import check_integer, check_number
 
@@ -21,6 +23,27 @@ def check_options(**options: object) -> None:
         else:
             least, most = 0 if name == "seed" else 1, _LARGEST_OF.get(name, _LARGEST)
             check_integer(name, value, least=least, most=most, remedy=_DEFAULT)
+
+
+class DemoData(LightningDataModule):
+    """Data of the package, whose `setup` sets `val_data` and `test_data`."""
+
+    val_data: Dataset[Any]
+    test_data: Dataset[Any]
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        super().__init__()
+        check_options(batch_size=batch_size, seed=seed)
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation batches."""
+        return DataLoader(self.val_data, self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test batches."""
+        return DataLoader(self.test_data, self.batch_size)
 
 
 def cosine_adamw(module: LightningModule, learning_rate: float) -> OptimizerLRScheduler:

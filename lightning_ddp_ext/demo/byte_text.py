@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext.demo import check_options, cosine_adamw
+from lightning_ddp_ext.demo import DemoData, check_options, cosine_adamw
 
 _BYTES = 256
 
@@ -121,32 +121,19 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
-class _StdlibData(LightningDataModule):
+class _StdlibData(DemoData):
     """Modules of the standard library in a random order, with windows of text for validation and testing."""
 
-    val_data: ByteWindows
-    test_data: ByteWindows
-
     def __init__(self, batch_size: int, block_size: int, seed: int) -> None:
-        super().__init__()
-        check_options(batch_size=batch_size, block_size=block_size, seed=seed)
-        self.batch_size = batch_size
+        super().__init__(batch_size, seed)
+        check_options(block_size=block_size)
         self.block_size = block_size
-        self.seed = seed
 
     def shuffled_files(self) -> list[Path]:
         """List the source files in the order of the seed."""
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         order = torch.randperm(len(files), generator=torch.Generator().manual_seed(self.seed)).tolist()
         return [files[index] for index in order]
-
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the validation batches."""
-        return DataLoader(self.val_data, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the test batches."""
-        return DataLoader(self.test_data, self.batch_size)
 
 
 class StdlibText(_StdlibData):

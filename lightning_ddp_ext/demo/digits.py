@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_number
-from lightning_ddp_ext.demo import check_options, cosine_adamw
+from lightning_ddp_ext.demo import DemoData, check_options, cosine_adamw
 from lightning_ddp_ext.replicas.workers import current_replica
 
 _CLASSES = 10
@@ -105,18 +105,10 @@ def check_fractions(fractions: Sequence[float], num_replicas: int | None = None)
 
 
 class FractionSampler(DistributedSampler[Any]):
-    """Deals out a consecutive part of the data to each rank. Lightning leaves a `DistributedSampler` alone."""
+    """Deals out a shuffled part of the data to each rank. Lightning leaves a `DistributedSampler` alone."""
 
-    def __init__(
-        self,
-        dataset: Sized,
-        fractions: Sequence[float],
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(cast(Any, dataset), num_replicas, rank, shuffle, seed)
+    def __init__(self, dataset: Sized, fractions: Sequence[float], num_replicas: int, rank: int, seed: int = 0) -> None:
+        super().__init__(cast(Any, dataset), num_replicas, rank, seed=seed)
         check_fractions(fractions, self.num_replicas)
         edges = [round(len(dataset) * edge) for edge in itertools.accumulate(fractions, initial=0.0)]
         edges[-1] = len(dataset)
@@ -126,19 +118,16 @@ class FractionSampler(DistributedSampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        if not self.shuffle:
-            return iter(self.part)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.part), generator=generator).tolist()
         return iter([self.part[index] for index in order])
 
 
-class DigitsData(LightningDataModule):
+class DigitsData(DemoData):
     """Scikit-learn's digits, split at random; `train_fractions` gives each rank a share of the training images."""
 
     def __init__(self, batch_size: int = 32, seed: int = 1, train_fractions: Sequence[float] | None = None) -> None:
-        super().__init__()
-        check_options(batch_size=batch_size, seed=seed)
+        super().__init__(batch_size, seed)
         if not importlib.util.find_spec("sklearn"):
             raise ModuleNotFoundError(
                 "`data=digits` needs scikit-learn, which is not installed. Run `pip install scikit-learn`, or choose"
@@ -146,8 +135,6 @@ class DigitsData(LightningDataModule):
             )
         if train_fractions is not None:
             check_fractions(train_fractions)
-        self.batch_size = batch_size
-        self.seed = seed
         self.train_fractions = train_fractions
 
     def setup(self, stage: str) -> None:
@@ -171,14 +158,6 @@ class DigitsData(LightningDataModule):
         ranks = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
         sampler = FractionSampler(self.train_data, self.train_fractions, *ranks, seed=self.seed)
         return DataLoader(self.train_data, self.batch_size, sampler=sampler)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return the validation batches."""
-        return DataLoader(self.val_data, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return the test batches."""
-        return DataLoader(self.test_data, self.batch_size)
 
 
 _REMEDY = "Use for example [3.0, 1.0], one number per replica."

@@ -21,13 +21,7 @@ if sys.platform != "win32":
     import resource
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # of the start and of one collective; torch's and Lightning's
-BUILT = {
-    "gloo": dist.is_gloo_available,
-    "nccl": dist.is_nccl_available,
-    "mpi": dist.is_mpi_available,
-    "ucc": dist.is_ucc_available,
-    "xccl": dist.is_xccl_available,
-}
+BUILT = {name: getattr(dist, f"is_{name}_available") for name in ("gloo", "nccl", "mpi", "ucc", "xccl")}
 _NOT_FOR_TRAINING = ("undefined", "fake")
 # gloo reads its variable for every process group, NCCL for the first one of a process. NCCL takes a name as a prefix,
 # so that `eth1` also means `eth10`, unless it begins with an equals sign.

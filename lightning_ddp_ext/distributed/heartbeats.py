@@ -95,11 +95,8 @@ class Heartbeats:
         return is_written
 
     def read_all(self) -> None:
-        """Read the heartbeats of all ranks from now on."""
+        """Read the heartbeats of all ranks from now on, for the first time at once."""
         self._read_ranks = range(self.world_size)
-
-    def read_now(self) -> None:
-        """Read at once instead of at the next heartbeat."""
         self._wake.set()
 
     def silent(self, limit: float) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from lightning_ddp_ext.distributed.backends import GLOO_INTERFACE, INTERFACE_VARIABLES, includes_gloo
+from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.errors import NetworkInterfaceError
 
 LOOPBACK = "loopback"
@@ -228,9 +229,8 @@ class NodeNetwork:
     def __str__(self) -> str:
         addresses = f" ({', '.join(self.ports)})" if self.ports else ""
         first, last = self.ranks[0], self.ranks[-1]
-        adjoining = last - first == len(self.ranks) - 1 > 0
-        listed = f"{first}-{last}" if adjoining else ", ".join(map(str, self.ranks))
-        return f"{self.node}: {self.interface or 'default interface'}{addresses}, rank {listed}"
+        ranks = f"ranks {first}-{last}" if last - first == len(self.ranks) - 1 > 0 else list_ranks(self.ranks)
+        return f"{ranks} on {self.node} over {self.interface or 'the default interface'}{addresses}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class ChosenNetwork:
     nodes: tuple[NodeNetwork, ...]
 
     def __str__(self) -> str:
-        return f"{self.backend} over " + "; ".join(map(str, self.nodes))
+        return f"{self.backend}: " + "; ".join(map(str, self.nodes))
 
     def node_of(self, rank: int) -> NodeNetwork:
         """Return the node of a rank."""

@@ -83,7 +83,7 @@ def init_process_group(
             backend="gloo", rank=0, world_size=2, main_address="node1", main_port=29500,
             timeout=timedelta(minutes=5), network_interface="auto", num_nodes=2,
         )
-        print(network)  # gloo over node1: eth0 (10.0.0.1), rank 0; node2: eth0 (10.0.0.2), rank 1
+        print(network)  # gloo: rank 0 on node1 over eth0 (10.0.0.1); rank 1 on node2 over eth0 (10.0.0.2)
         ```
     """
     if dist.is_initialized():

@@ -22,13 +22,7 @@ from lightning_ddp_ext.errors import text_of
 _OURS = "lightning_ddp_ext"
 # Modules that do nothing but exchange tensors and messages with other ranks.
 _EXCHANGING = tuple(
-    f"{_OURS}.{module}"
-    for module in (
-        "reducer.",
-        "consistency",
-        "distributed.exchange",
-        "steps.active_ranks",
-    )
+    f"{_OURS}.{one}" for one in ("reducer.", "consistency", "distributed.exchange", "steps.active_ranks")
 )
 # It waits for ranks without a collective.
 _WAITING = (*_EXCHANGING, *(f"{package}.loaders.lockstep_source" for package in PACKAGES.values()))
@@ -194,10 +188,9 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
     deadline = time.monotonic() + missed + 2 * beats.interval + 1
     exchanges = beats.exchanges
     beats.read_all()
-    beats.read_now()
     while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
         if beats.world_size <= MOST_READERS:  # more readers would overload the store
-            beats.read_now()
+            beats.read_all()
         time.sleep(_LOOK)
         if beats.failure is not None:
             return beats.failure
@@ -316,7 +309,7 @@ def _owner() -> str:
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else "rank 0"
 
 
-_COLUMNS = ("rank", "host", "process", "step", "phase", "where", "last sign of life")
+_COLUMNS = ("rank", "host", "process", "optimizer step", "phase", "stack location", "last heartbeat")
 REMEDY = "Restart the run from its last checkpoint."
 _SHORTENED = ", without frames of libraries (all with LIGHTNING_DDP_EXT_FULL_STACKS=1)"
 

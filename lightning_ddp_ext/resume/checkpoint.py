@@ -159,9 +159,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             is_full = _is_full(target.parent, error)
             partial.unlink(missing_ok=True)
             if is_full:
-                raise OSError(
-                    errno.ENOSPC, "no space left for the checkpoint. Free some, or choose another disk", path
-                ) from error
+                raise OSError(errno.ENOSPC, "no space left for the checkpoint", path) from error
             raise
         _sync_folder(target.parent)
 

@@ -232,7 +232,7 @@ class ShareBalancer:
         if self.controller is None or state is None:
             return False
         if len(state["shares"]) != self._ranks:
-            self._inform('`balance="auto"` starts with even shares: the checkpoint has another number of ranks.')
+            self._inform('`balance="auto"` starts with even shares: the checkpoint is of another number of ranks.')
             return False
         self.controller.load_state_dict(state)
         return True
@@ -249,7 +249,7 @@ def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None])
         return None
     if are_deterministic():
         if rule.is_auto:
-            inform('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
+            inform('`balance="auto"` is off, because measured times are not deterministic: batches are divided evenly.')
         return None
     return BalanceController(ranks, "rank")
 

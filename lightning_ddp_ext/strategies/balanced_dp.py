@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy, synchronizes_batch_norm, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import replace_loaders
 from lightning_ddp_ext._devices import are_deterministic, reports_memory
-from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_integer, refuse_unknown
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
@@ -64,14 +64,14 @@ class BatchDivision:
             return
         if are_deterministic():
             self._controller = None
-            rank_zero_info(f"{_NAME} is off and batches are shared evenly: it would not be deterministic.")
+            rank_zero_info(f"{_NAME} is off, because measured times are not deterministic: batches are divided evenly.")
             return
         if self._controller is None:
             self._controller = BalanceController(len(devices))
         if saved is not None and len(saved["shares"]) == len(devices):
             self._controller.load_state_dict(saved)
         elif saved is not None:
-            rank_zero_info(f"{_NAME} starts with even chunks: the checkpoint has {len(saved['shares'])} replicas.")
+            rank_zero_info(f"{_NAME} starts with even chunks: the checkpoint is of {len(saved['shares'])} replicas.")
 
     def __str__(self) -> str:
         return str(self._rule) if self._controller is None else "by their speed"
@@ -92,7 +92,7 @@ class BatchDivision:
             # The first batch always runs in order, which shows whether the step draws random numbers.
             if ran_in_order and not self._has_shown_order:
                 self._has_shown_order = True
-                rank_zero_info(f"{_NAME} keeps the chunks as they are: the replicas run one after another.")
+                rank_zero_info(f"{_NAME} changes no chunks: replicas that run one after another would gain nothing.")
             return
         # Replicas of one device share its memory; on the CPU they share the memory of the process.
         if len(set(devices)) == len(devices) and all(map(reports_memory, devices)):
@@ -333,12 +333,12 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         if self.prefetch and trainer.state.fn == TrainerFn.FITTING:
             replace_loaders(self._cleanup, trainer, self._combine_loaders)
         super().setup(trainer)
-        loss = ""
+        meaning = None
         if trainer.state.fn == TrainerFn.FITTING:
             self._division.start(self.devices)
-            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+            meaning = self._weight_rule.meaning
         devices = ", ".join(map(str, self.devices))
-        rank_zero_info(f"{type(self).__name__} on {devices}: the devices share each batch {self._division}.{loss}")
+        log_start(f"{type(self).__name__} on {devices}: the devices share each batch {self._division}.", meaning)
 
     def _combine_loaders(self, given: Any, is_training: bool) -> Any:
         if not is_training:

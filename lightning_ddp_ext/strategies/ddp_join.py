@@ -44,7 +44,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
     """
 
-    division = "each rank has batches of its own, and uses all of them"
+    division = "each rank draws its own batches; ranks may have different numbers of them"
     channels = 3  # the third for the active ranks
     agrees = True
 

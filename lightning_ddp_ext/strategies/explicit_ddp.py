@@ -37,7 +37,7 @@ from lightning_ddp_ext._compat.lightning_loaders import (
 )
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
-from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.sample_counts import BatchSamples
@@ -115,7 +115,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         NetworkInterfaceError: If this node has no such interface.
     """
 
-    division = "each rank has batches of its own, as many as the others"  # for a message
+    division = "each rank draws its own batches, as many as the others"  # for a message
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
     agrees = False  # ranks may run out of data at different times, and agree on each step
@@ -158,14 +158,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         check_objects(**objects)
         self._watch = StallWatch(stall_timeout)
         super().__init__(
-            **objects,
-            ddp_comm_state=ddp_comm_state,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            init_method=init_method,
-            network_interface=network_interface,
-            start_method=start_method,
-        )
+            **objects, ddp_comm_state=ddp_comm_state, process_group_backend=process_group_backend, timeout=timeout,
+            init_method=init_method, network_interface=network_interface, start_method=start_method,
+        )  # fmt: skip
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
         self.batch_dim = batch_dim
@@ -295,11 +290,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
-        loss = ""
+        meaning = None if self.driver is None else self._weight_rule.meaning
         if self.driver is None:
             self._make_driver()
-        else:
-            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
         if trainer.predicting and self.agrees:
             replace_prediction(
                 self._cleanup, trainer, self._combine_predicted, self.indices_of, self._driver.end,
@@ -307,7 +300,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
                 lambda outputs: self.predictions.merge(outputs),
             )  # fmt: skip
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
-        rank_zero_info(f"{type(self).__name__} on {ranks}: {self.division}.{loss}")
+        log_start(f"{type(self).__name__} on {ranks}: {self.division}.", meaning)
 
     @property
     def predictions(self) -> Predictions:

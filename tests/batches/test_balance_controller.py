@@ -53,7 +53,7 @@ def test_a_replica_three_times_slower_is_balanced_in_20_batches(slow, noise, bou
 def test_small_differences_and_single_slow_batches_move_nothing():
     for slower in (1.0, 1.1, 1.15):
         decisions, _ = run(BalanceController(2), [Device(slower), Device(1)], 50)
-        assert [str(decision).split(";")[0] for decision in decisions] == ["settled at 32, 32"]
+        assert [str(decision).split(" because")[0] for decision in decisions] == ["stays at 32, 32 samples,"]
     controller = BalanceController(2)
     for step in range(60):
         assert controller.observe([32, 32], [5.0 if step % 4 == 0 else 1.0, 1.0]) is None or step < 9

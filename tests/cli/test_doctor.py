@@ -231,8 +231,8 @@ def test_a_healthy_node_has_a_row_for_each_step(outcomes):
     assert "strategy=ddp_checkpoint, 2 ranks on 1 node" in text["settings"]
     assert text["backend"] == "gloo"
     assert text["rendezvous"].startswith("127.0.0.1:")
-    assert text["network"].startswith("gloo over ")
-    assert ": lo (" in text["network"]
+    assert text["network"].startswith("gloo: ranks 0-1 on ")
+    assert " over lo (" in text["network"]
     for name in ("Python", "torch", "lightning", "lightning-ddp-ext"):
         assert f"{name} " in text["versions"]
     found.check_healthy("(ranks 0, 1): lo 127.0.0.1")

@@ -19,15 +19,23 @@ MISTAKES = {
     "lr=0.1": "`lr` is not a setting. Did you mean `model.learning_rate`?",
     "batch_size=64": "`batch_size` is not a setting. Did you mean `data.batch_size`?",
     "resume=last": "`resume` is not a setting. Did you mean `ckpt_path`?",
+    "split=[1,2]": "`split` is not a setting. Did you mean `strategy.split`?",
+    "strategy=ddp_join strategy.gpu0_batch_size=2": "It is an argument of the strategies `balanced_dp` and `bal",
+    "strategy=ddp_join strategy.backend=gloo": "not a setting. Did you mean `process_group_backend`?",
+    "strategy=ddp_join strategy.checkpointing=x": "not a setting. Did you mean `activation_checkpointing`?",
+    "docter": "`docter` is not a valid override. Did you mean `doctor`?",
     "+strategy.gpu0_bsz=4": "in `strategy`: `gpu0_bsz` is not an argument of this strategy. Did you mean `gpu0_batch",
     "model=byte_transformer": "`model=byte_transformer` cannot train on `data=digits`. Add `data=stdlib_text`",
     "data=stdlib_stream": "`model=digits_cnn` cannot train on `data=stdlib_stream`. Add `data=digits`",
     "network.interface=eth0": "Choose an option first, `network=...` (auto, interface, loopback)",
     "model=custom": "`model._target_` has no value. Set it with `model._target_=...`.",
-    "model._target_=nowhere.Net": "in `model`: No module named 'nowhere'",
+    "model._target_=nowhere.Net data=digits": "in `model`: No module named 'nowhere'",
+    "model._target_=nowhere.Net": "`model._target_=nowhere.Net` would train on `data=digits`, the default. Add `data=",
+    "model._target_=lightning_ddp_ext.demo.digits.DigitsCN": "has no `DigitsCN`. Did you mean `DigitsCNN`?",
     "strategy.gpu0_batch_size=2 strategy.split=[1,2]": "exclude each other",
     "strategy.split=[1,2,3]": "has 3 entries for 2 devices",
     "network=loopback": "`network=loopback` is set, but `strategy=balanced_dp` runs in one process",
+    "process_group=gloo": "or choose `balanced_ddp`, `ddp_checkpoint` or `ddp_join`",
     "strategy=single trainer.devices=2": "`strategy=single` uses one device",
     "strategy=ddp network=interface network.interface=nosuch0": "interface `nosuch0` not found",
     "strategy=ddp network=interface": "no interface named",
@@ -82,7 +90,18 @@ def test_a_mistake_ends_with_one_line_that_names_the_setting(call_main, tmp_path
         assert line.startswith("lightning-ddp-ext: ")
         assert expected in line
         assert expected or names_setting(overrides.split()[-1].partition("=")[0], line), (overrides, line)
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not list(tmp_path.iterdir())  # no run folder
+
+
+def test_a_refused_run_leaves_no_folder_unless_other_files_are_in_it(call_main, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "results.csv").touch()
+    for folder in ([], ["hydra.run.dir=runs/other"], ["hydra.run.dir=mine"], ["hydra.run.dir=."]):
+        code, printed = call_main("strategy.split=[1,2,3]", *folder)
+        assert (code, "has 3 entries for 2 devices" in printed.err) == (1, True)
+        assert not (tmp_path / "runs").exists()
+    assert (tmp_path / "mine" / "results.csv").exists()
+    assert tmp_path.exists()
 
 
 def test_a_mistake_that_shows_when_a_run_starts_ends_without_a_traceback(call_main):

@@ -30,7 +30,8 @@ class Recording(DigitsCNN):
             raise ArithmeticError("own bug of rank 1")
 """
 SMALL = [
-    "model=custom", "model._target_=recording.Recording", "+model.width=4", "trainer.max_steps=2", "test=false",
+    "model=custom", "model._target_=recording.Recording", "+model.width=4", "data=digits", "trainer.max_steps=2",
+    "test=false",
     "trainer.limit_val_batches=0", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
     "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "plot=false",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import socket
 import stat
 from types import SimpleNamespace
@@ -13,13 +14,13 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from omegaconf import OmegaConf
 
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.callbacks.reports import ReplicaRecord
 from lightning_ddp_ext.cli import validate
-from lightning_ddp_ext.cli.report import draw_run
+from lightning_ddp_ext.cli.report import LaunchSummary, draw_run
 from lightning_ddp_ext.cli.settings import LaunchError
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 from lightning_ddp_ext.cli.validate import check_run, has_process_group, prepare_config
@@ -165,6 +166,25 @@ def test_a_requeued_job_without_a_checkpoint_starts_from_the_beginning(tmp_path,
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         trainer.fit(BoringModel(), ckpt_path=checkpoint_to_resume(None, trainer))
     assert trainer.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*(no last checkpoint available|exists and is not empty)")
+def test_the_launch_shows_model_data_and_checkpoint(tmp_path, capsys):
+    def launch(path):
+        summary = LaunchSummary(tmp_path, "single")
+        summary.resumes = path
+        trainer = Trainer(
+            default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[summary, ModelCheckpoint(tmp_path / "checkpoints", "last")],
+        )  # fmt: skip
+        trainer.fit(BoringModel(), datamodule=BoringDataModule(), ckpt_path=path)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "│ model │ BoringModel │ │ data │ BoringDataModule │ │ devices │" in launch(None)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.warns(UserWarning, match="`ckpt_path=last` finds no checkpoint, and training begins anew"):
+        assert "│ checkpoint │ none: training begins anew │" in launch("last")
+    assert "last.ckpt" in launch("last")
 
 
 def test_curves_and_replicas_are_drawn(tmp_path, monkeypatch):

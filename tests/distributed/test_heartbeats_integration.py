@@ -277,6 +277,7 @@ def test_the_report_shows_every_rank_and_the_stack_of_its_own(outcomes, name, li
     assert output.count(f"stall report of rank {living} of 2") == 1
     rows = [line.split() for line in output.splitlines() if line[:1] in "01" and "counting" in line]
     assert [(row[0], row[3]) for row in rows] == [("0", "3"), ("1", "3")]
+    assert "optimizer step phase stack location last heartbeat" in " ".join(output.split())
     assert "all_reduce <- run_rank (test_heartbeats_integration.py" in output
     assert "Python stack of the main thread" in output
     assert "dist.all_reduce(torch.ones(1))" in output

@@ -65,7 +65,7 @@ def failed(outcomes, kind, *parts, within):
             assert part in outcome.error
 
 
-BOTH = "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
+BOTH = "gloo: rank 0 on node1 over eth0 (10.77.0.1); rank 1 on node2 over eth0 (10.77.0.2)"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,9 @@ def test_hosts_without_ipv4_are_connected(hosts, run):
     finally:
         for n, line in enumerate(ours, start=1):
             hosts.configure(n, line.replace("del", "add"))
-    assert values[0]["network"] == "gloo over node1: eth0 (fd00:77::1), rank 0; node2: eth0 (fd00:77::2), rank 1"
+    assert (
+        values[0]["network"] == "gloo: rank 0 on node1 over eth0 (fd00:77::1); rank 1 on node2 over eth0 (fd00:77::2)"
+    )
     assert values[0]["listening"] == ["fd00:77::1"]
 
 
@@ -194,7 +196,7 @@ def test_two_nodes_are_healthy_and_listed_with_their_interfaces(diagnose):
     found.check_healthy("node1 (rank 0): lo 127.0.0.1", "node2 (rank 1, via eth0): lo 127.0.0.1")
     for node in found.rows["nodes"][0].splitlines():
         assert all(f"; {name} 10." in node for name in ("eth0", "eth1", "eth2"))
-    network = "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
+    network = "gloo: rank 0 on node1 over eth0 (10.77.0.1); rank 1 on node2 over eth0 (10.77.0.2)"
     assert found.rows["network"][0] == network
     assert outcomes[1].value["stdout"] == ""
 

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_ddp_ext import DDPCheckpointStrategy
+from lightning_ddp_ext.cli.settings import describe
 from lightning_ddp_ext.resume.checkpoint import AtomicCheckpointIO
 from tests.support.processes import run_processes
 
@@ -38,6 +39,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
         with pytest.raises(OSError, match="no space left for the checkpoint") as raised:
             AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(2**20)}, path)
         assert raised.value.errno == errno.ENOSPC
+        assert describe(raised.value).count("Free ") == 1  # the advice of the command
         assert torch.load(path, weights_only=True) == {"number": 1}
         assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
     finally:

@@ -56,7 +56,7 @@ def test_shares_follow_times_from_the_first_batch_that_no_rank_has_drawn():
         run.exchange(seconds=(4.0, 1.0))
         assert len(run.balancer.take_timed()) == run.balancer._timed.value - number == 1
     (decision,) = run.said
-    assert decision.startswith('`balance="auto"`, batch 8: 6, 6 -> ')
+    assert decision.startswith('`balance="auto"`, batch 8: from 6, 6 to ')
     assert run.table.held_from == 8 + 3
     assert run.division()[0] < 4
     resumed = Run()

@@ -17,6 +17,8 @@ from lightning_ddp_ext import (
     BalancedDDPStrategy,
     DDPCheckpointStrategy,
     DDPJoinStrategy,
+    TokenCount,
+    _output,
     fabric,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -32,6 +34,7 @@ REFUSED = [
     ({"batch_dim": -1}, ValueError, "`batch_dim` must be"),
     ({"batch_dim": 0.5}, TypeError, "`batch_dim` must be"),
     ({"weight_by": "token"}, ValueError, "`weight_by` must be one of"),
+    ({"weight_by": TokenCount}, TypeError, r"`weight_by` is the class `TokenCount`. Use an object: `TokenCount\(\)`"),
     *[
         ({"stall_timeout": timedelta(seconds=s)}, ValueError, "`stall_timeout` must be above 0 seconds")
         for s in (0, -1)
@@ -43,13 +46,14 @@ REFUSED = [
 STARTS = [
     (lambda: BalancedDataParallelStrategy(gpu0_batch_size=1), 2, "the devices share each batch evenly, but at most 1"),
     (lambda: BalancedDataParallelStrategy(balance="auto"), 2, "the devices share each batch by their speed."),
-    (DDPCheckpointStrategy, 1, "each rank has batches of its own, as many as the others."),
-    (DDPJoinStrategy, 1, "each rank has batches of its own, and uses all of them."),
+    (DDPCheckpointStrategy, 1, "each rank draws its own batches, as many as the others."),
+    (DDPJoinStrategy, 1, "each rank draws its own batches; ranks may have different numbers of them."),
     (lambda: BalancedDDPStrategy(split=[2]), 1, "the ranks share each batch of the loader in proportions of 2."),
 ]
 
 
-def test_every_run_says_once_how_batches_are_divided_and_what_the_loss_is_taken_for(caplog):
+def test_a_session_says_once_how_batches_are_divided_and_what_the_loss_is_taken_for(caplog, monkeypatch):
+    monkeypatch.setattr(_output, "_started", set())
     caplog.set_level(logging.INFO, "lightning.pytorch")
     logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
     loss = "The loss is taken for a mean over samples; `GradientCheck` verifies it."
@@ -57,27 +61,31 @@ def test_every_run_says_once_how_batches_are_divided_and_what_the_loss_is_taken_
         for make, devices, division in STARTS:
             strategy, module = make(), BoringModel()
             trainer = quiet_trainer(strategy, devices, fast_dev_run=2)
-            for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
-                caplog.clear()
+            caplog.clear()
+            for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict, trainer.fit):
                 run(module)
-                (line,) = (one.message for one in caplog.records if one.message.startswith(type(strategy).__name__))
-                assert division in line
-                assert (loss in line) == (run == trainer.fit)
+            (line,) = (one.message for one in caplog.records if one.message.startswith(type(strategy).__name__))
+            assert division in line
+            assert loss in line
     finally:
         logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
 
 
-MEANT = {
-    BalancedDataParallelStrategy: ("gpu0_bsz", "gpu0_batch_size"),
-    BalancedDDPStrategy: ("gpu0_bsz", "gpu0_batch_size"),
-    DDPJoinStrategy: ("uneven_input", "uneven_inputs"),
-    fabric.BalancedDDPStrategy: ("weightby", "weight_by"),
-}
+MEANT = [
+    (BalancedDataParallelStrategy, "gpu0_bsz", "Did you mean `gpu0_batch_size`"),
+    (BalancedDDPStrategy, "gpu0_bsz", "Did you mean `gpu0_batch_size`"),
+    (DDPJoinStrategy, "uneven_input", "Did you mean `uneven_inputs`"),
+    (DDPJoinStrategy, "backend", "Did you mean `process_group_backend`"),
+    (DDPJoinStrategy, "checkpointing", "Did you mean `activation_checkpointing`"),
+    (DDPJoinStrategy, "gpu0_batch_size", "It is an argument of the strategies `balanced_dp` and `balanced_ddp`"),
+    (DDPCheckpointStrategy, "uneven_inputs", "It is an argument of the strategy `ddp_join`"),
+    (fabric.BalancedDDPStrategy, "weightby", "Did you mean `weight_by`"),
+]
 
 
 def test_a_misspelt_argument_or_name_of_a_strategy_is_answered_with_the_right_one():
-    for strategy, (given, meant) in MEANT.items():
-        with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\. Did you mean `{meant}`"):
+    for strategy, given, meant in MEANT:
+        with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\. {meant}"):
             strategy(**{given: 1})
     for make, given, meant in (
         (Trainer, "balanced_pd", "balanced_dp"), (Trainer, "DDP_jion", "ddp_join"), (Fabric, "ddp_jion", "ddp_join"),

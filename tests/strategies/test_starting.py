@@ -6,9 +6,11 @@ which starts the others.
 
 import os
 import re
+import resource
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
@@ -22,9 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._compat import lightning as compat_lightning
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import BackendError, UnsupportedFeatureError
 from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy, ConnectedFSDPStrategy
 from tests.parity import quiet_trainer
+from tests.support.processes import run_processes
+from tests.support.programs import UNLAUNCHED
 
 OURS = [DDPCheckpointStrategy, DDPJoinStrategy]
 MISSING_GUARD = RuntimeError("Launching multiple processes with the 'spawn' start method requires that your script")
@@ -261,6 +265,20 @@ def test_the_start_method_is_chosen_by_the_kind_of_session(monkeypatch, is_inter
                 DDPCheckpointStrategy(start_method=start_method)
     else:
         assert compat_lightning.start_method_of(DDPCheckpointStrategy()) == "popen"
+
+
+def construct_with_few_files(more):
+    """Construct a Trainer that would start 8 ranks, where a process may open only some files more."""
+    limit = psutil.Process().num_fds() + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return outcome_of(lambda: quiet_trainer(DDPJoinStrategy(process_group_backend="gloo"), 8))
+
+
+def test_too_few_files_are_an_error_before_other_ranks_are_started():
+    refused, accepted = (run_processes(construct_with_few_files, 1, more, env=UNLAUNCHED)[0] for more in (40, 400))
+    assert refused[0] is BackendError
+    assert re.match(r"rank 0 of 8 needs \d+ open files .* `ulimit -n \d+`", refused[1])
+    assert accepted is None
 
 
 if __name__ == "__main__":
