@@ -6,7 +6,6 @@ import enum
 import itertools
 import sys
 import types
-import zlib
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -224,14 +223,3 @@ def hides_array(value: Any, depth: int = _DEPTH) -> bool:
         getattr(value, "__dict__", {}).values(),
     )
     return any(hides_array(part, depth - 1) for part in itertools.islice(parts, _MOST_PARTS))
-
-
-def as_indices(batch: Any) -> list[Any]:
-    """Return the indices of a batch, or of a single sample, as a list."""
-    values = batch.tolist() if hasattr(batch, "tolist") else batch
-    return list(values) if isinstance(values, list | tuple) else [values]
-
-
-def hash_of(indices: Any) -> int:
-    """Return a hash of indices, the same for an array or tensor and for its list."""
-    return zlib.crc32(repr(indices.tolist() if hasattr(indices, "tolist") else indices).encode())

@@ -1,6 +1,7 @@
-"""Numbers of samples per batch, and means over ranks that are weighted by them."""
+"""Samples of batches: their numbers, means over ranks that are weighted by them, and their indices."""
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -165,3 +166,14 @@ def sums_and_means(
     all_reduce(own)
     equal, weighted = own[:, :-1] / own[:, -1:]
     return own[0, :-1], torch.where(own[1, -1] > 0, weighted, equal)
+
+
+def as_indices(batch: Any) -> list[Any]:
+    """Return the indices of a batch, or of a single sample, as a list."""
+    values = batch.tolist() if hasattr(batch, "tolist") else batch
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def hash_of(indices: Any) -> int:
+    """Return a hash of indices, the same for an array or tensor and for its list."""
+    return zlib.crc32(repr(indices.tolist() if hasattr(indices, "tolist") else indices).encode())

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_flag
-from lightning_ddp_ext.batches.containers import as_indices, hash_of
+from lightning_ddp_ext.batches.sample_counts import as_indices, hash_of
 from lightning_ddp_ext.consistency import fingerprint_all
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack

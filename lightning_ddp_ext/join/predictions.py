@@ -12,7 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
 from lightning_ddp_ext._compat.lightning_loaders import batches_to_predict
-from lightning_ddp_ext.batches.containers import as_indices, hash_of
+from lightning_ddp_ext.batches.sample_counts import as_indices, hash_of
 from lightning_ddp_ext.batches.splitting import gather
 from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects

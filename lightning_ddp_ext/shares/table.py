@@ -1,5 +1,6 @@
 """The sizes of the ranks' shares of every global batch."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,24 +29,30 @@ class Division:
 
     rule: ChunkRule
     ranks: int
-    shares: list[float] | None
-    limits: list[int | None]
+    shares: tuple[float, ...] | None
+    limits: tuple[int | None, ...]
     avoids_single_samples: bool
     deal: Deal | None  # deals samples by their costs
 
     def divide(self, batch_size: int, costs: Sequence[float] | None) -> "DividedBatch":
         """Divide a batch, whose samples have costs or all cost the same."""
-        if self.shares is None:
-            nominal = self._merged(self.rule.divide(batch_size, self.ranks))
-        else:
-            nominal = self._merged(divide_by_shares(batch_size, self.shares, self.limits))
+        nominal = _nominal_sizes(self, batch_size)
         if costs is None or self.deal is None:
             return DividedBatch(range(batch_size), nominal, nominal)
         chunks = self.deal(nominal, costs, self.rule.first)
-        return DividedBatch([*chain(*chunks)], self._merged([*map(len, chunks)]), nominal)
+        return DividedBatch([*chain(*chunks)], self.merged([*map(len, chunks)]), nominal)
 
-    def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes without a single sample on a rank, if that is avoided."""
         return tuple(merge_single_samples(sizes) if self.avoids_single_samples and sum(sizes) > 1 else sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def _nominal_sizes(division: Division, batch_size: int) -> tuple[int, ...]:
+    """Return the sizes of the shares if all samples cost the same."""
+    if division.shares is None:
+        return division.merged(division.rule.divide(batch_size, division.ranks))
+    return division.merged(divide_by_shares(batch_size, division.shares, division.limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class ShareTable:
     def division(self, number: int, is_training: bool) -> Division:
         """Return how the global batch of this number is divided."""
         held = next((change for change in reversed(self._changes) if change[0] <= number), None)
-        shares, limits = (None, []) if held is None else held[1:]
+        shares, limits = (None, ()) if held is None else (tuple(held[1]), tuple(held[2]))
         avoids_single_samples = is_training and self.avoids_single_samples
         deal = None if self.cost is None or not is_training else self.cost.deal
         return Division(self.rule, self._ranks, shares, limits, avoids_single_samples, deal)

@@ -1,5 +1,6 @@
 """The effects of a step on ranks that did not run it: logged values, and the training state that it has changed."""
 
+import json
 import warnings
 from collections.abc import Hashable, Sequence
 from functools import cache, partial
@@ -67,26 +68,29 @@ class StepBroadcast:
         message: dict[str, Any] = {"logged": self._logged.describe() if has_ended else None}
         if guard is not None:  # joined ranks make no manual steps
             message["steps"] = [guard.steps, guard.optimizers, None if has_ended else guard.numbers()[1]]
-            if has_ended and self.mirror is not None:
-                message["changes"] = self.mirror.changes()
-        broadcast_bytes(pack_effects(message), self._group, active[0])
+        changes = {} if guard is None or self.mirror is None or not has_ended else self.mirror.changes()
+        message["has_changes"] = bool(changes)
+        text = bytearray(json.dumps(message).encode())
+        broadcast_bytes(torch.frombuffer(text, dtype=torch.uint8), self._group, active[0])
+        if changes:
+            broadcast_bytes(pack_effects(changes), self._group, active[0])
 
     def receive(self, active: Sequence[int], guard: StepGuard | None = None) -> bool:
         """Receive on a joined rank what `send` sends; take over the effects of a step and return True if it ended."""
-        message, _ = unpack(broadcast_bytes(None, self._group, active[0]))
+        message = json.loads(broadcast_bytes(None, self._group, active[0]).cpu().numpy().tobytes())
         if guard is not None:
             guard.steps, guard.optimizers, guard.announced = message["steps"]
         if message["logged"] is None:
             return False
         self._logged.adopt(message["logged"])
-        if self.mirror is not None and message.get("changes"):
-            self.mirror.take(message["changes"])
+        if message["has_changes"] and self.mirror is not None:
+            self.mirror.take(unpack(broadcast_bytes(None, self._group, active[0]))[0])
         return True
 
 
-def pack_effects(message: dict[str, Any]) -> Tensor:
-    """Serialise the effects of a step."""
-    packed = pack(message)
+def pack_effects(changes: dict[str, Any]) -> Tensor:
+    """Serialise the training state that a step has changed."""
+    packed = pack(changes)
     if packed.skipped:
         raise UnsupportedFeatureError(
             "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it holds"
