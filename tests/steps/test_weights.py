@@ -15,7 +15,7 @@ from lightning_ddp_ext.steps.step_guard import StepGuard
 GRADIENTS = [1.0, 4.0, 9.0]  # of the losses of micro-batches
 
 
-def make_weights(weight_by=float, is_automatic=True):
+def make_weights(weight_by=lambda weight: weight, is_automatic=True):
     return StepWeights(WeightRule(weight_by, print), BatchSamples(0), 0, counts=True, is_automatic=is_automatic)
 
 
