@@ -70,7 +70,7 @@ UPSTREAM = ["lightning", "torch", "torchmetrics"]
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder, or a module beside the folders, imports from those to its right only.
 LAYERS = [
-    "cli", "callbacks", "fabric", "strategies", "steps", "shares", "join", "loaders", "resume", "replicas",
+    "cli", "callbacks", "fabric", "strategies", "steps", "shares", "loaders", "resume", "replicas",
     "clusters", "activation_checkpointing", "reducer", "consistency", "distributed", "batches", "_compat",
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from lightning_ddp_ext.consistency import fingerprint_all
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.predictions import Finished, Place, merge_parts
+from lightning_ddp_ext.loaders.predictions import Finished, Place, merge_parts
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _MERGED, _RUN, _PARTS = "predictions.pt", "run.json", "parts"

@@ -31,8 +31,8 @@ from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import RNG, FabricLoader, LoopBatch
-from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.loaders.lockstep_source import LockstepSource, UnevenInputs
+from lightning_ddp_ext.loaders.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.loaders.step_loader import EvenSource, FetchedBatch, StepParticipation, StepSource
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state

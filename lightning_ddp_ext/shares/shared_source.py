@@ -19,8 +19,8 @@ from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.predictions import Finished, compare_finished, none_finished
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, StepMaker
+from lightning_ddp_ext.loaders.predictions import Finished, compare_finished, none_finished
 from lightning_ddp_ext.loaders.step_loader import (
     UNLIMITED,
     FetchedBatch,

@@ -19,8 +19,8 @@ from lightning_ddp_ext.batches.sample_counts import BatchSamples
 from lightning_ddp_ext.batches.weights import AccumulationWindow, CommunicationWatch, StepWeights
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
+from lightning_ddp_ext.loaders.predictions import Predictions
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepParticipation
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer

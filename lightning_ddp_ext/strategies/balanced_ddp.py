@@ -12,8 +12,8 @@ from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, 
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.join.predictions import PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
+from lightning_ddp_ext.loaders.predictions import PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.shared_source import SharedSource

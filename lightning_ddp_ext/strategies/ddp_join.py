@@ -7,9 +7,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext.join.predictions import PredictionsOn
-from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, LockstepSource, RankedLoader, UnevenInputs
+from lightning_ddp_ext.loaders.predictions import PredictionsOn
+from lightning_ddp_ext.loaders.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 

@@ -46,7 +46,7 @@ from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
+from lightning_ddp_ext.loaders.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch, combine_evenly
 from lightning_ddp_ext.reducer.bucket_scheduler import CommHook, takes_group
@@ -190,7 +190,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         # Undoes the set-up of a run. It stays empty in a process that only starts others: there is nothing to undo, and
         # the module has no trainer.
         self._cleanup = ExitStack()
-        self._loaders: WeakSet[Any] = WeakSet()  # Lightning keeps references to them, and they refer to a group
+        self._loaders: Any = ()  # of this run
         self._prefetching = ExitStack()  # ends the thread that fetches ahead
         self._samples = BatchSamples(batch_dim)
 
@@ -286,6 +286,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
                 )
         if trainer.state.fn != TrainerFn.FITTING:
             exit_on_sigterm(self._cleanup, trainer)
+        self._loaders = WeakSet()  # Lightning keeps references to them, and they refer to a group
         watch_synchronization(self._cleanup, synchronize_states)
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
@@ -564,7 +565,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(self._cleanup.close)
             for loader in self._loaders:
                 stack.callback(loader.close)
-            self._loaders.clear()
+            self._loaders = ()
             self.driver = self._run = self._random = self._resumed = self.cpu_group = self.find_finished = None
 
 

@@ -33,8 +33,8 @@ from lightning_ddp_ext._compat import (
     lightning_loops,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.samplers import UnpaddedSamplerWrapper
 from lightning_ddp_ext.loaders.lockstep_source import RankedLoader
+from lightning_ddp_ext.loaders.samplers import UnpaddedSamplerWrapper
 from lightning_ddp_ext.strategies import balanced_dp
 
 

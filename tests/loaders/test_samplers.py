@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
+from lightning_ddp_ext.loaders.samplers import UnpaddedDistributedSampler
 
 
 @given(size=st.integers(0, 40), world_size=st.integers(1, 7), shuffle=st.booleans(), epoch=st.integers(0, 3))
