@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import BalancedDDPStrategy, ClassWeights
 from lightning_ddp_ext._devices import widened, widest_float
 from lightning_ddp_ext.batches import sample_counts
-from lightning_ddp_ext.fabric.strategies import _reduce_rows
+from lightning_ddp_ext.fabric.loop_strategy import _reduce_rows
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.strategies.toolkit import CLASSES, FEATURES, RANK, STRATEGIES, Classifier, fit, loader, samples
 from tests.support.processes import run_processes
