@@ -3,7 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -42,13 +42,13 @@ class StepGuard:
     synchronize_by: str  # what to do about gradients that are not synchronised, for the error
     create_in: str  # where to create parameters, for the error
     describe_position: Callable[[int], str]  # puts the position of a synchronisation into words
-    managed: Optimizer | None = None  # the caller of this optimizer's step calls `end_closure` itself
     steps: int = 0  # that optimizers have begun
     optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
     announced: int | None = None  # second of `numbers` on the ranks that run a manual step, which may change settings
 
     def __post_init__(self) -> None:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
+        self._managed: Optimizer | None = None
         self._held: tuple[list[Tensor], int] = [], 0  # parameters of the known optimizers, and a hash of their places
         control = self.reducer.control
         # Not of `self`: in a cycle with the reducer, the process group would outlive the run.
@@ -162,7 +162,7 @@ class StepGuard:
         if closure is None or not is_managed:
             self.check(optimizer)
             return None
-        if optimizer is self.managed or (isinstance(closure, partial) and closure.func == self._run_closure):
+        if optimizer is self._managed or (isinstance(closure, partial) and closure.func == self._run_closure):
             return None  # or of the subclass
         checked = partial(self._run_closure, closure, optimizer)
         if is_positional:
@@ -179,6 +179,15 @@ class StepGuard:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
+
+    @contextmanager
+    def managing(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let the caller call `end_closure` itself in a step of the optimizer in the block."""
+        self._managed = optimizer
+        try:
+            yield
+        finally:
+            self._managed = None
 
     def _run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         return self.end_closure(closure(), optimizer)

@@ -482,11 +482,11 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             return None if self._leaves_scaler_nothing(optimizer, reducer) else loss
 
         # Random numbers of an optimizer, such as the noise of Langevin dynamics, have to be the same on all ranks.
-        gradient.guard.managed = optimizer
-        with nullcontext() if numbers is None else numbers.shared(self.module.trainer.global_step):
-            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
-        gradient.guard.managed = None
-        return output
+        with (
+            gradient.guard.managing(optimizer),
+            nullcontext() if numbers is None else numbers.shared(self.module.trainer.global_step),
+        ):
+            return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     def _leaves_scaler_nothing(self, optimizer: Optimizer, reducer: GradientReducer) -> bool:
         """Return True if a gradient scaler would find no gradient because no batch has weight: it skips the step."""
