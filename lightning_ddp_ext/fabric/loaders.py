@@ -34,7 +34,7 @@ class LoopBatch:
 
 
 class BatchObserver(Protocol):
-    """What is told about the batches of a loader."""
+    """A loop of the user, which a loader tells about its batches."""
 
     def iterating(self) -> AbstractContextManager[LoopBatch]:
         """Iterate over a loader in the block; the loader changes the `LoopBatch`."""

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import chain, product
@@ -24,6 +25,8 @@ from lightning_ddp_ext import (
     UnsynchronizedGradientsError,
 )
 from lightning_ddp_ext.fabric import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext.fabric.loaders import FabricLoader, LoopBatch
+from lightning_ddp_ext.loaders.step_loader import EvenSource
 from tests.strategies.toolkit import RANK, WORLD_SIZE, Stream, digest_of, gather, run_on_ranks, samples, values_of
 
 
@@ -991,3 +994,22 @@ def test_settings_of_optimizers_that_differ_end_in_an_error_in_the_next_step(fou
     for said in values_of(found, settings_that_differ):
         assert said.startswith("2: ranks are not set up alike: setting `lr` of parameter group 0 of optimizer 0 (SGD)")
         assert "is 0.5 on rank 0 but 0.25 on rank 1" in said
+
+
+class Nobody:
+    """Observes no batches."""
+
+    @contextmanager
+    def iterating(self):
+        yield LoopBatch()
+
+    def begin_batch(self, current, batch, fetched):
+        pass
+
+    def end_batch(self, current):
+        pass
+
+
+def test_loops_over_one_loader_within_each_other_see_all_batches():
+    loader = FabricLoader(DataLoader(range(3), batch_size=None), EvenSource(), torch.device("cpu"), Nobody())
+    assert [(outer, inner) for outer in loader for inner in loader] == [*product(range(3), repeat=2)]
