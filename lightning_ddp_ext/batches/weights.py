@@ -33,7 +33,7 @@ class WeightRule:
 
     def __init__(self, weight_by: WeightBy, inform: Callable[[str], None]) -> None:
         names = get_args(_Name)
-        if isinstance(weight_by, type):
+        if isinstance(weight_by, type) and any("__call__" in vars(base) for base in weight_by.__mro__):
             raise TypeError(
                 f"`weight_by` is the class `{weight_by.__name__}`. Use an object: `{weight_by.__name__}()`."
             )

@@ -63,7 +63,7 @@ class StepBroadcast:
         `guard` is given in training.
         """
         if self._rank != active[0]:
-            broadcast_bytes(None, self._group, active[0])
+            self._read(active[0])
             return
         message: dict[str, Any] = {"logged": self._logged.describe() if has_ended else None}
         if guard is not None:  # joined ranks make no manual steps
@@ -77,15 +77,20 @@ class StepBroadcast:
 
     def receive(self, active: Sequence[int], guard: StepGuard | None = None) -> bool:
         """Receive on a joined rank what `send` sends; take over the effects of a step and return True if it ended."""
-        message = json.loads(broadcast_bytes(None, self._group, active[0]).cpu().numpy().tobytes())
+        message, changes = self._read(active[0])
         if guard is not None:
             guard.steps, guard.optimizers, guard.announced = message["steps"]
         if message["logged"] is None:
             return False
         self._logged.adopt(message["logged"])
-        if message["has_changes"] and self.mirror is not None:
-            self.mirror.take(unpack(broadcast_bytes(None, self._group, active[0]))[0])
+        if changes is not None and self.mirror is not None:
+            self.mirror.take(unpack(changes)[0])
         return True
+
+    def _read(self, source: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Take part in the broadcasts of `send` on another rank; return the message, and the changes if any."""
+        message = json.loads(broadcast_bytes(None, self._group, source).cpu().numpy().tobytes())
+        return message, broadcast_bytes(None, self._group, source) if message["has_changes"] else None
 
 
 def pack_effects(changes: dict[str, Any]) -> Tensor:

@@ -81,7 +81,12 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
         self.predictions_on = check_predictions_on(predictions_on)
-        self.cost = cost
+        self.gpu0_batch_size, self.split, self.balance, self.cost = (
+            gpu0_batch_size,
+            self._rule.given["split"],
+            balance,
+            cost,
+        )
         self._training_loader: StepLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
 
