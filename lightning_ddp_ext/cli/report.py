@@ -38,10 +38,10 @@ class LaunchSummary(Callback):
             return
         source = trainer.ckpt_path or self.resumes
         if source == "last" and not trainer.strategy.restore_checkpoint_after_setup:  # FSDP looks for it later
-            source = "none: training begins anew"
+            source = "none: training starts from the beginning"
             rank_zero_warn(
-                "`ckpt_path=last` finds no checkpoint, and training begins anew. To resume, set `hydra.run.dir` to the"
-                " folder of the earlier run, or `ckpt_path` to a file."
+                "`ckpt_path=last` finds no checkpoint, and training starts from the beginning. To resume, set"
+                " `hydra.run.dir` to the folder of the earlier run, or `ckpt_path` to a file."
             )
         table = two_columns("Launch")
         table.add_row("strategy", self._strategy)

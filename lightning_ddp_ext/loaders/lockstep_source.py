@@ -288,7 +288,7 @@ class LockstepBatches:
 
 
 class LockstepSource(StepSource):
-    """Steps of ranks that have any number of batches of their own.
+    """Steps of ranks with different batches, any number on each.
 
     A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
     at any time.

@@ -181,7 +181,7 @@ class StepLoader(CombinedLoader):
 
 
 class EvenSource(StepSource):
-    """Steps of ranks that have batches of their own, each as many as the others; nothing is agreed."""
+    """Steps of ranks with different batches, equally many on each; ranks do not agree on anything."""
 
     begins_at_once = True  # as Lightning's own loader does
 

@@ -1,4 +1,4 @@
-"""Numbers that ranks tell each other in every synchronisation, and the message that carries them."""
+"""Numbers that ranks send each other in every synchronisation, and the message that carries them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The drivers of steps: what a rank does with each batch and each backward pass, in order."""
+"""The drivers of steps: they run each batch and each backward pass of a rank, in order."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -36,7 +36,7 @@ WindowSum = tuple[float, float | None, float | None]
 
 
 class GradientDriver:
-    """Synchronises gradients, and with them what ranks tell each other in each synchronisation."""
+    """Synchronises gradients, and with them the fields of the control message."""
 
     def __init__(
         self, reducer: GradientReducer, window: AccumulationWindow, guard: StepGuard, balance: ShareBalancer | None

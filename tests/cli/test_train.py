@@ -182,8 +182,10 @@ def test_the_launch_shows_model_data_and_checkpoint(tmp_path, capsys):
 
     assert "│ model │ BoringModel │ │ data │ BoringDataModule │ │ devices │" in launch(None)
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.warns(UserWarning, match="`ckpt_path=last` finds no checkpoint, and training begins anew"):
-        assert "│ checkpoint │ none: training begins anew │" in launch("last")
+    with pytest.warns(
+        UserWarning, match="`ckpt_path=last` finds no checkpoint, and training starts from the beginning"
+    ):
+        assert "│ checkpoint │ none: training starts from the beginning │" in launch("last")
     assert "last.ckpt" in launch("last")
 
 
