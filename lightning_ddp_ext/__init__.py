@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
     from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
     from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+    from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
     from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-    from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy, ExplicitDDPStrategy
+    from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 __version__ = "0.1.0"
 

@@ -33,7 +33,7 @@ PUBLIC = {
     "BalancedDataParallelStrategy": "strategies.balanced_dp",
     "CheckedSLURMEnvironment": "clusters.environments",
     "ClassWeights": "batches.label_counts",
-    "DDPCheckpointStrategy": "strategies.explicit_ddp",
+    "DDPCheckpointStrategy": "strategies.ddp_checkpoint",
     "DDPJoinStrategy": "strategies.ddp_join",
     "ExplicitDDPStrategy": "strategies.explicit_ddp",
     "GradientReducer": "reducer.gradient_reducer",

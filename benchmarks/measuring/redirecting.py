@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_ext.steps.active_ranks import ActiveRankCollectives
+from lightning_ddp_ext.steps.active_collectives import ActiveRankCollectives
 from measuring.fitting import StepTimes
 from measuring.models import CASES, CLASSES, TINY
 from measuring.orders import WARM_UP, Orders

@@ -21,7 +21,7 @@ from lightning_ddp_ext.consistency import fingerprint_all
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.loaders.predictions import Finished, Place, merge_parts
+from lightning_ddp_ext.loaders.predictions import Finished, PredictionPlace, merge_parts
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _MERGED, _RUN, _PARTS = "predictions.pt", "run.json", "parts"
@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
     """A line of an index: where the prediction of one rank for a batch is in the file of the same name."""
 
     dataloader_idx: int
-    place: Place
+    place: PredictionPlace
     content: int  # hash of the indices of the batch
     offset: int
     length: int
@@ -265,7 +265,7 @@ def _read_index(path: Path) -> list[_Entry]:
     data = path.with_suffix(".bin")
     size = data.stat().st_size if data.exists() else 0
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    entries = [_Entry(number, Place(*place), *rest) for number, place, *rest in map(json.loads, lines)]
+    entries = [_Entry(number, PredictionPlace(*place), *rest) for number, place, *rest in map(json.loads, lines)]
     return [entry for entry in entries if entry.offset + entry.length <= size]
 
 

@@ -38,8 +38,9 @@ from lightning_ddp_ext.consistency import find_difference
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 LIMIT = 60.0  # seconds of a trial, from the end of the imports on all ranks
 _IMPORT_LIMIT = 180.0  # seconds in which the process of a trial has to import torch and Lightning

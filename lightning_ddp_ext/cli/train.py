@@ -232,7 +232,7 @@ def _newest(folder: Path, pattern: str) -> float:
 _CPU = torch.device("cpu")
 
 # (epoch, index of the batch of the single process)
-_Place = tuple[int, int]
+_BatchIndex = tuple[int, int]
 
 
 class BatchRecorder(Callback):
@@ -243,14 +243,14 @@ class BatchRecorder(Callback):
     """
 
     def __init__(self) -> None:
-        self.batches: dict[_Place, list[Any]] = {}
+        self.batches: dict[_BatchIndex, list[Any]] = {}
         self.length: int | None = None  # batches per epoch of the single process, if known
         self.accumulated = 1  # batches per optimizer step of the single process
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not getattr(trainer.strategy, "is_shadow", False):
-            place = trainer.current_epoch, batch_idx // _window(trainer)
+            index = trainer.current_epoch, batch_idx // _window(trainer)
             recorded = copy.deepcopy(to_device(batch, _CPU))
             if trainer.world_size > 1 and (skipped := pack(recorded).skipped):
                 raise UnsupportedFeatureError(
@@ -258,7 +258,7 @@ class BatchRecorder(Callback):
                     " without running code there, and the comparison with one process needs all batches. Set"
                     " `compare_single_process=false`."
                 )
-            self.batches.setdefault(place, []).append(recorded)
+            self.batches.setdefault(index, []).append(recorded)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -268,10 +268,10 @@ class BatchRecorder(Callback):
         if trainer.world_size == 1:
             return
         group = own_group()
-        gathered: list[dict[_Place, list[Any]]] = gather_objects(dict(self.batches), group)
+        gathered: list[dict[_BatchIndex, list[Any]]] = gather_objects(dict(self.batches), group)
         destroy_group(group)
-        places = sorted({place for batches in gathered for place in batches})
-        self.batches = {place: [batch for batches in gathered for batch in batches.get(place, ())] for place in places}
+        indices = sorted({index for batches in gathered for index in batches})
+        self.batches = {index: [batch for batches in gathered for batch in batches.get(index, ())] for index in indices}
 
 
 def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> tuple[dict[str, float], float]:

@@ -22,7 +22,7 @@ from lightning_ddp_ext.errors import text_of
 _OURS = "lightning_ddp_ext"
 # Modules that do nothing but exchange tensors and messages with other ranks.
 _EXCHANGING = tuple(
-    f"{_OURS}.{one}" for one in ("reducer.", "consistency", "distributed.exchange", "steps.active_ranks")
+    f"{_OURS}.{one}" for one in ("reducer.", "consistency", "distributed.exchange", "steps.active_collectives")
 )
 # It waits for ranks without a collective.
 _WAITING = (*_EXCHANGING, *(f"{package}.loaders.lockstep_source" for package in PACKAGES.values()))

@@ -22,7 +22,7 @@ class LoopBatch:
     weight: float | None = None  # on this rank; None if it is unknown
     problem: Exception | None = None  # why the weight is unknown, an error once it is needed
     participation: StepParticipation | None = None  # None if every rank has a batch
-    shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
+    shares: Any = None  # the `SharedBatch` of `shares/share_table.py`, if ranks share the batch
     number: int = 0  # of batches that the loader has given
     is_new: bool = False  # since the last backward pass
     has_given_weight: bool = False  # by the user

@@ -19,8 +19,8 @@ from lightning_ddp_ext.loaders.lockstep_source import LockstepSource, UnevenInpu
 from lightning_ddp_ext.loaders.samplers import LightningInjectedRank
 from lightning_ddp_ext.loaders.step_loader import EvenSource, FetchedBatch, StepSource
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.share_table import ShareTable, combine_shares, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
-from lightning_ddp_ext.shares.table import ShareTable, combine_shares, refuses_single_samples
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 
 _SHARES = "shares"

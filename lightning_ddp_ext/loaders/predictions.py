@@ -32,7 +32,7 @@ class NoPrediction:
     """The output of a rank without a sample of a batch."""
 
 
-class Place(NamedTuple):
+class PredictionPlace(NamedTuple):
     """Where the prediction of one rank for a batch belongs: predictions are sorted by these numbers."""
 
     source: int  # 0 if all ranks have the same data, else 1 + the rank whose loader made the batch
@@ -53,10 +53,10 @@ class Predictions:
     finished: Finished
 
     def __post_init__(self) -> None:
-        self.place: Place | None = None  # of the current prediction; None on a rank without a sample of the batch
+        self.place: PredictionPlace | None = None  # of the current prediction; None on a rank without a sample
         self.content: int | None = None  # hash of the indices of the whole batch, if ranks share it
         self._dealt: list[_Dealt] = []
-        self._places: dict[int, list[Place]] = {}  # by the index of the loader
+        self._places: dict[int, list[PredictionPlace]] = {}  # by the index of the loader
 
     def deal(self, loader: Any, is_shared: bool) -> Any:
         """Return the loader of the batches that this rank predicts. Call on every rank, for each loader.
@@ -105,10 +105,10 @@ class Predictions:
         if fetched.participation is not None and fetched.participation.is_shadow:
             self.place = None
         elif shares is not None:
-            self.place = Place(0, batch_idx, rank, shares.sizes[rank], sum(size > 0 for size in shares.sizes))
+            self.place = PredictionPlace(0, batch_idx, rank, shares.sizes[rank], sum(size > 0 for size in shares.sizes))
         else:
             dealt = self._dealt[dataloader_idx]
-            self.place = Place(dealt.source, dealt.first + batch_idx * dealt.step, rank)
+            self.place = PredictionPlace(dealt.source, dealt.first + batch_idx * dealt.step, rank)
         if self.place is not None:
             self._places.setdefault(dataloader_idx, []).append(self.place)
 
@@ -183,7 +183,7 @@ def compare_finished(rank: int, done: Sequence[int], drawn: Sequence[int]) -> No
 
 
 def merge_parts(
-    parts: Iterable[tuple[Place, T]], batch_dim: int, read: Callable[[T], Any] = lambda value: value
+    parts: Iterable[tuple[PredictionPlace, T]], batch_dim: int, read: Callable[[T], Any] = lambda value: value
 ) -> Iterator[Any]:
     """Yield the predictions of batches in order; the parts of a batch, which `read` returns, are joined."""
     for _, of_batch in groupby(sorted(parts, key=lambda part: part[0]), key=lambda part: part[0][:2]):

@@ -33,7 +33,7 @@ class FetchedBatch(NamedTuple):
 
     samples: float | None  # None if they cannot be counted
     participation: StepParticipation | None = None  # None if every rank has a batch
-    shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
+    shares: Any = None  # the `SharedBatch` of `shares/share_table.py`, if ranks share the batch
     position: tuple[int, int] = (0, 0)  # index of the batch and of its loader
     is_stand_in: bool = False  # hooks see a copy of this batch in shadow steps
     has_next_batch: Any = None  # the `HasNextBatch` of the loop, if ranks compare batches one step ahead

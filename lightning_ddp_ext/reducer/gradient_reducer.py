@@ -16,7 +16,7 @@ from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency import compare_setups, describe_module, fixed_parameters, shared_parameters
 from lightning_ddp_ext.distributed.exchange import destroy_group, digest, group_with_cpu, own_group
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
-from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler, BucketTransport, CommHook
+from lightning_ddp_ext.reducer.bucket_transport import BucketScheduler, BucketTransport, CommHook
 from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout, broadcast_all
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
 from lightning_ddp_ext.reducer.control import Control

@@ -27,9 +27,9 @@ from lightning_ddp_ext.consistency import fingerprint_all
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.buckets import send_all
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
-from lightning_ddp_ext.replicas.references import References
+from lightning_ddp_ext.replicas.attribute_copies import References
 
-Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
+AttributePlace = tuple[int, str]  # position of a module in the tree, and name of its attribute
 
 _FORM, _REQUIRES_GRAD = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 
@@ -108,7 +108,7 @@ class Replica:
         self.references.add(buffer, own)
         return own
 
-    def list_buffers(self) -> list[Place]:
+    def list_buffers(self) -> list[AttributePlace]:
         """Return the places of the buffers that the replica has now."""
         return [(position, name) for position, (_, own) in enumerate(self.modules) for name in own._buffers]
 
@@ -130,7 +130,7 @@ class Replica:
             for leaf, value in zip(self.leaves, values, strict=True):
                 leaf.data = value.detach()
 
-    def receive_buffers(self, places: Sequence[Place], values: Sequence[Tensor | None]) -> None:
+    def receive_buffers(self, places: Sequence[AttributePlace], values: Sequence[Tensor | None]) -> None:
         """Take over some of the master's buffers, which are on the device of the replica."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -180,12 +180,12 @@ class Replicas(Sequence[Replica]):
         self._modules: list[nn.Module] = []
         self._parts: list[object] = []
         self._originals: list[nn.Parameter] = []
-        self._places: list[Place] = []  # of the buffers
+        self._places: list[AttributePlace] = []  # of the buffers
         self._last_step, self._training_steps = "", 0
-        self.changing: set[Place] = set()  # buffers that may change without a new version
+        self.changing: set[AttributePlace] = set()  # buffers that may change without a new version
         self._sent_parameters = TensorVersions([])
         self._buffer_versions = TensorVersions([])
-        self._own: dict[Place, TensorVersions] = {}  # the master's buffers of which each replica keeps its own value
+        self._own: dict[AttributePlace, TensorVersions] = {}  # the master's buffers; each replica keeps its own value
         self._pointers: list[int] = []
 
     def __len__(self) -> int:
@@ -270,7 +270,7 @@ class Replicas(Sequence[Replica]):
                     remaining = iter(values)
                     receive(replica, [None if tensor is None else next(remaining) for tensor in tensors])
 
-    def changed_buffers(self, active: Sequence[int]) -> list[Place]:
+    def changed_buffers(self, active: Sequence[int]) -> list[AttributePlace]:
         """Return the places of buffers that the step may have changed on active replicas."""
         by_replica = [self._replicas[index].list_buffers() for index in active]
         if any(places != self._places for places in by_replica):
@@ -284,7 +284,7 @@ class Replicas(Sequence[Replica]):
         expected = self.changing if self._last_step == "training_step" else ()
         return [place for n, place in enumerate(self._places) if n in changed or place in expected]
 
-    def keep_own(self, place: Place) -> None:
+    def keep_own(self, place: AttributePlace) -> None:
         """Let every replica keep its value of a buffer, such as a mask of its chunk, until the master's changes."""
         position, name = place
         self._own[place] = TensorVersions([self._replicas[0].modules[position][0]._buffers.get(name)])

@@ -20,10 +20,10 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, rows_of_graphs, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
-from lightning_ddp_ext.replicas.attributes import AttributeMirror
+from lightning_ddp_ext.replicas.attribute_copies import entries_of
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
+from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.metrics import LogReplay, MetricMerger
-from lightning_ddp_ext.replicas.references import entries_of
 from lightning_ddp_ext.replicas.replica import Replicas
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, SharedState, current_replica, refuse_changed_settings
 

@@ -23,7 +23,7 @@ from lightning_ddp_ext.errors import (
 )
 from lightning_ddp_ext.resume.rng_state import SeededRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
-from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, ShareTable
+from lightning_ddp_ext.shares.share_table import DividedBatch, Division, SharedBatch, ShareTable
 
 REMEDY = (
     "Under `balanced_ddp` every rank reads all samples: use a dataset and a sampler that do not depend on the rank, or"

@@ -38,8 +38,8 @@ from lightning_ddp_ext.shares.global_batches import (
     SharedSampler,
     compare_batches,
 )
-from lightning_ddp_ext.shares.streams import SharedStreamBatch, StreamCollate, StreamSampler, hash_of_content
-from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, combine_shares
+from lightning_ddp_ext.shares.iterable_datasets import SharedStreamBatch, StreamCollate, StreamSampler, hash_of_content
+from lightning_ddp_ext.shares.share_table import SharedBatch, ShareTable, combine_shares
 
 _SEEDS, _TABLE = "seeds", "table"  # in checkpoints of a Fabric
 Taken = tuple[Any, Sequence[tuple[SharedBatch, int | None]]]

@@ -13,7 +13,7 @@ from lightning_ddp_ext.batches.balance_controller import BalanceController, Peak
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.errors import RanksOutOfStepError
 from lightning_ddp_ext.reducer.control import Control, ControlField
-from lightning_ddp_ext.shares.table import SharedBatch, ShareTable
+from lightning_ddp_ext.shares.share_table import SharedBatch, ShareTable
 
 _MOST_UNREAD = 100  # steps
 

@@ -24,7 +24,7 @@ from lightning_ddp_ext.loaders.predictions import Predictions
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepParticipation
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.steps.active_ranks import ActiveRankCollectives
+from lightning_ddp_ext.steps.active_collectives import ActiveRankCollectives
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.logged_values import LoggedValues
 from lightning_ddp_ext.steps.step_guard import StepGuard

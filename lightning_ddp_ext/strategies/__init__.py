@@ -1,1 +1,1 @@
-"""Lightning strategies, one per file."""
+"""Lightning strategies, one per file; `explicit_ddp` is the base of all with one process per device."""

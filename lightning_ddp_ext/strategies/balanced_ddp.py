@@ -16,8 +16,8 @@ from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
 from lightning_ddp_ext.loaders.predictions import PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.share_table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
-from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep, has_own_memory
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 

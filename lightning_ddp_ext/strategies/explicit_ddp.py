@@ -1,4 +1,4 @@
-"""Explicit gradient synchronisation after any backward pass: `ddp_checkpoint`, and the base of the DDP strategies."""
+"""Explicit gradient synchronisation after any backward pass: the base of the strategies with one process per device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -49,7 +49,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch, combine_evenly
-from lightning_ddp_ext.reducer.bucket_scheduler import CommHook, takes_group
+from lightning_ddp_ext.reducer.bucket_transport import CommHook, takes_group
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
@@ -578,19 +578,3 @@ def check_predictions_on(value: PredictionsOn) -> PredictionsOn:
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a step."""
     return next(iter((*args, *kwargs.values())))
-
-
-class DDPCheckpointStrategy(ExplicitDDPStrategy):
-    """One process per device, for models that recompute activations or have more than one backward pass in a step.
-
-    torch's `DistributedDataParallel` assumes that each parameter gets its gradient once per backward pass. Activation
-    checkpointing (also called gradient checkpointing), several losses, alternating tasks and layers that are frozen or
-    thawed violate that, with an error or silently. Here they are supported without any flag.
-
-    Registered as `"ddp_checkpoint"`. It has the arguments of `ExplicitDDPStrategy`.
-
-    Examples:
-        >>> from lightning.pytorch import Trainer
-        >>> from lightning_ddp_ext import DDPCheckpointStrategy
-        >>> trainer = Trainer(strategy=DDPCheckpointStrategy(), accelerator="cpu", devices=2, logger=False)
-    """

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as torchs
 
 from lightning_ddp_ext._compat import torch as compat_torch
-from lightning_ddp_ext.steps.active_ranks import ProcessGroupRedirect
+from lightning_ddp_ext.steps.active_collectives import ProcessGroupRedirect
 
 
 def test_tensors_are_flattened_whatever_their_strides_and_parts_are_views():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ddp_ext._compat.torch import count_collectives
-from lightning_ddp_ext.reducer import bucket_scheduler
+from lightning_ddp_ext.reducer import bucket_transport
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.support.processes import RankError, run_processes
 
@@ -84,7 +84,7 @@ def test_collectives_of_other_groups_are_counted(group):
 
 
 def test_buckets_of_a_module_that_communicates_are_held_from_the_start(virtual_devices, tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket_scheduler, "count_collectives", lambda *args: 0)  # as before the first backward pass
+    monkeypatch.setattr(bucket_transport, "count_collectives", lambda *args: 0)  # as before the first backward pass
     dist.init_process_group(
         "cpu:gloo,virtual:virtual_ccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )

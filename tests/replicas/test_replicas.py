@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.replicas.attributes import AttributeMirror
+from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.replica import Replica, Replicas
 from tests.support.devices import device, virtual_devices_lack
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares
+from lightning_ddp_ext.shares.share_table import SharedBatch, ShareTable, check_shares
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 
 RULE = ChunkRule(None, None, "auto")

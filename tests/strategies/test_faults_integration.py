@@ -93,11 +93,11 @@ def test_a_stall_report_names_step_phase_and_what_is_waited_for(few):
     assert "stall report of rank 0 of 2" in output
     assert output.count("training, batch 2") >= 2
     own = next(line for line in output.splitlines() if line.startswith("0 "))
-    assert "wait_for_gradients (bucket_scheduler.py" in own
+    assert "wait_for_gradients (bucket_transport.py" in own
     other = next(line for line in output.splitlines() if line.startswith("1 "))
     assert "_act (faults.py" in other
     stack = output.partition("Python stack")[2].partition("ends now")[0]
-    assert "bucket_scheduler.py" in stack
+    assert "bucket_transport.py" in stack
     assert "work.wait()" in stack
 
 

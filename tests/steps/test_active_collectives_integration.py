@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ddp_ext._compat.torch import KNOWN_FUNCTIONS
 from lightning_ddp_ext.distributed.exchange import scatter_objects
 from lightning_ddp_ext.errors import RankJoinedError
-from lightning_ddp_ext.steps.active_ranks import ActiveRankCollectives
+from lightning_ddp_ext.steps.active_collectives import ActiveRankCollectives
 from tests.support.processes import run_processes
 
 ACTIVE = (0, 2)  # of three ranks, which give 1 and 3; rank 1 has run out of data

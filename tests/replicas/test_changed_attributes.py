@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.replicas.attributes import AttributeMirror
+from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.replica import Replicas
 from tests.support.devices import device
 

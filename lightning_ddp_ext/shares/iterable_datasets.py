@@ -15,7 +15,7 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.sample_counts import count_drawn
 from lightning_ddp_ext.shares.costs import SampleCost
 from lightning_ddp_ext.shares.global_batches import GlobalBatches, ShareCollate
-from lightning_ddp_ext.shares.table import Division
+from lightning_ddp_ext.shares.share_table import Division
 
 _MOST_COMPARED = 1000  # values and containers of a batch
 

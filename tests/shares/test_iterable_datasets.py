@@ -7,8 +7,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.shares import streams
-from lightning_ddp_ext.shares.streams import StreamIndices, hash_of_content
+from lightning_ddp_ext.shares import iterable_datasets
+from lightning_ddp_ext.shares.iterable_datasets import StreamIndices, hash_of_content
 
 
 def sample(label: int = 3, noise: float = 0.0, key: str = "a") -> dict[str, object]:
@@ -61,4 +61,4 @@ def test_indices_sent_to_a_worker_are_not_those_that_this_thread_fetches():
     thread = threading.Thread(target=pickle.dumps, args=[other])  # as the queue of a worker does
     thread.start()
     thread.join()
-    assert streams._fetching.indices is own
+    assert iterable_datasets._fetching.indices is own

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.replicas.references import COPIED, entries_of
-from lightning_ddp_ext.replicas.replica import Place, Replicas
+from lightning_ddp_ext.replicas.attribute_copies import COPIED, entries_of
+from lightning_ddp_ext.replicas.replica import AttributePlace, Replicas
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
@@ -32,8 +32,8 @@ class AttributeMirror:
         self._replicas = replicas
         self._modules = [module for module, _ in replicas[0].modules]
         self._prefixes = replicas.prefixes
-        self._warned: set[Place] = set()
-        self._kept: set[Place] = set()  # where each replica keeps its own value
+        self._warned: set[AttributePlace] = set()
+        self._kept: set[AttributePlace] = set()  # where each replica keeps its own value
         self._look()
 
     def _look(self) -> None:
@@ -68,7 +68,7 @@ class AttributeMirror:
         self._tensors = [] if on_one_device else tensors
         self._tensor_versions = TensorVersions(self._values_at(self._tensors))
 
-    def _values_at(self, places: Iterable[Place]) -> list[Any]:
+    def _values_at(self, places: Iterable[AttributePlace]) -> list[Any]:
         return [self._modules[position].__dict__.get(name) for position, name in places]
 
     def push(self) -> None:
@@ -111,7 +111,7 @@ class AttributeMirror:
             for pushed in self._pushed
         ]
 
-    def _changed_places(self) -> set[Place]:
+    def _changed_places(self) -> set[AttributePlace]:
         changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}
         if not _are_same([module.__dict__ for module in self._modules], self._seen):
             for position, (before, module) in enumerate(zip(self._seen, self._modules, strict=True)):
@@ -133,9 +133,9 @@ class AttributeMirror:
         self._tensor_versions = TensorVersions(self._values_at(self._tensors))  # a step's changes stay there
         self._pushed, self._before, self._entries = [], {}, []
 
-    def _find_set_values(self, active: Sequence[int]) -> dict[Place, list[Any]]:
+    def _find_set_values(self, active: Sequence[int]) -> dict[AttributePlace, list[Any]]:
         """Find the attributes that steps have set, each with the values of the replicas that did."""
-        found: dict[Place, list[Any]] = {}
+        found: dict[AttributePlace, list[Any]] = {}
         for index in active:
             pushed = self._pushed[index]
             now = [own.__dict__ for _, own in self._replicas[index].modules]
@@ -147,7 +147,7 @@ class AttributeMirror:
                         found.setdefault((position, name), []).append(after.get(name, _MISSING))
         return found
 
-    def _pull_list(self, active: Sequence[int], place: Place, before: list[Any]) -> None:
+    def _pull_list(self, active: Sequence[int], place: AttributePlace, before: list[Any]) -> None:
         position, name = place
         master: list[Any] = self._modules[position].__dict__[name]
         for index in active:
@@ -159,7 +159,7 @@ class AttributeMirror:
         for replica in self._replicas:  # hooks that run in the backward pass append to the master's list
             replica.modules[position][1].__dict__[name] = master
 
-    def _pull_value(self, place: Place, values: list[Any], sizes: Sequence[int]) -> None:
+    def _pull_value(self, place: AttributePlace, values: list[Any], sizes: Sequence[int]) -> None:
         position, name = place
         master, first = self._modules[position], values[0]
         are_alike = len(values) == len(sizes) and self._are_alike(place, values, sizes)
@@ -174,7 +174,7 @@ class AttributeMirror:
             self._kept.add(place)
             self._warn(place)
 
-    def _are_alike(self, place: Place, values: list[Any], sizes: Sequence[int]) -> bool:
+    def _are_alike(self, place: AttributePlace, values: list[Any], sizes: Sequence[int]) -> bool:
         """Return True if every replica has set the number, text or tensor that one device would set."""
         first = values[0]
         if all(isinstance(value, _SCALARS) for value in values):
@@ -186,7 +186,7 @@ class AttributeMirror:
         # Comparing tensors may wait for a device, so it ends with the warning that they differ.
         return len(values) > 1 and place not in self._warned and _are_equal_tensors(values)
 
-    def _warn(self, place: Place) -> None:
+    def _warn(self, place: AttributePlace) -> None:
         if place in self._warned or not _is_users(place):
             return
         self._warned.add(place)
@@ -198,7 +198,7 @@ class AttributeMirror:
         )
 
 
-def _is_users(place: Place) -> bool:
+def _is_users(place: AttributePlace) -> bool:
     """Return False for names that libraries keep to themselves in submodules."""
     position, name = place
     return name not in HOOKS and (position == 0 or not name.startswith("_"))
