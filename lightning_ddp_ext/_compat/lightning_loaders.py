@@ -124,6 +124,7 @@ def replace_loaders(cleanup: ExitStack, trainer: Trainer, replace: Callable[[Any
     """Replace the loaders of training and evaluation by the `CombinedLoader` of `replace(loaders, is_training)`."""
     # Lightning builds its own `CombinedLoader` from anything else, so this is the place to pass another one.
     fit_loop = trainer.fit_loop
+    fit_loop._combined_loader = None  # `trainer.estimated_stepping_batches` in `setup` of the module has made one
     for loop in (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         source, is_training = loop._data_source, loop is fit_loop
         original = type(source).dataloader.__get__(source)

@@ -256,7 +256,7 @@ class JoinReport(Callback):
     """Records the batches, samples and shadow steps of each rank in every epoch, and the time they took.
 
     Rank 0 prints a table when training ends, and warns if a rank had no data for more than a fifth of an epoch. The
-    callback costs two small collectives per epoch, and does nothing under other strategies than `ddp_join`.
+    callback costs two small collectives per epoch, and works under `ddp_join` and `balanced_ddp` only.
 
     Args:
         log: Whether to log the values of every epoch, as `rank_0/batches`, `rank_0/samples`, `rank_0/shadow_steps`,

@@ -61,7 +61,7 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
     checkpoint. After `fabric.load`, the next iteration of a loader continues its epoch, bit for bit on as many ranks.
 
     Args:
-        accelerator: See `lightning.fabric.strategies.DDPStrategy`, also for the arguments up to `start_method`.
+        accelerator: See `lightning.fabric.strategies.DDPStrategy`, also for the arguments up to `precision`.
         parallel_devices: The devices of this node.
         cluster_environment: The environment that has started the processes, or starts them.
         checkpoint_io: The plugin that writes checkpoints.
@@ -83,7 +83,6 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
         NetworkInterfaceError: If this node has no such interface.
     """
 
-    strategy_name: str
     remedy = "make this call on every rank"  # if another rank is gone
     agrees = True  # loops end together on ranks with different numbers of batches
     channels = 3  # process groups, each with a connection between any two ranks, and connections to the store
@@ -131,7 +130,7 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
         )
         postpone_synchronization(self, self.accumulating)
         self._samples = BatchSamples(batch_dim)
-        # The batches of the loops that have not ended, after one without a loop; the last one is the current batch.
+        # The batches of the loops that have not ended; the first is of code outside of loops, the last the current one.
         self._batches = [LoopBatch(self._rule.of_any_batch)]
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []

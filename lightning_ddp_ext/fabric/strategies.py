@@ -32,7 +32,6 @@ class DDPCheckpointStrategy(LoopStrategy):
     Registered with Fabric as `"ddp_checkpoint"`. It has the arguments of `LoopStrategy`.
     """
 
-    strategy_name = "ddp_checkpoint"
     remedy = 'use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches'
     agrees = False
     channels = 2
@@ -61,8 +60,6 @@ class DDPJoinStrategy(LoopStrategy):
     Raises:
         ValueError: If `uneven_inputs` is none of these.
     """
-
-    strategy_name = "ddp_join"
 
     def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')
@@ -105,7 +102,6 @@ class BalancedDDPStrategy(LoopStrategy):
         ValueError: If more than one of `gpu0_batch_size`, `split` and `balance` is given or if one is out of range.
     """
 
-    strategy_name = "balanced_ddp"
     shares_batches = True
     balancer: ShareBalancer  # from the set-up of the environment on
 

@@ -125,7 +125,7 @@ class HasNextBatch:
     def ahead(
         self, batches: Iterator[_T], describe: Callable[[_T], int], goes_on: Callable[[list[int], int], bool], step: int
     ) -> Iterator[tuple[list[int], _T | None, bool]]:
-        """Yield for each step the numbers of all ranks, this rank's batch or None, and whether it is its last one.
+        """Yield for each step the numbers of all ranks, this rank's batch or None, and whether that is its last batch.
 
         Each batch is fetched a step ahead, so that its number, which `describe` returns, is sent with the gradients.
         Given the numbers of all ranks, `goes_on` returns False if there is no further step. `step` is the first one.
@@ -166,17 +166,17 @@ class StepMaker:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
             self._participation = StepParticipation(active, not present[self.rank], not all(present))
-            if self._participation.is_uneven:
-                self._share_stand_in(active[0], batch)
+            if self._participation.is_uneven and self._share_stand_in(active[0], batch):
+                keeps = True
         if self._participation.is_shadow:
             batch = copy.deepcopy(self.stand_in[0])  # a copy for each step, since hooks may change it
         return batch, FetchedBatch(samples, self._participation, is_stand_in=keeps and bool(self.stand_in))
 
-    def _share_stand_in(self, source: int, batch: Any) -> None:
-        """Give joined ranks that have no stand-in the batch of another rank."""
+    def _share_stand_in(self, source: int, batch: Any) -> bool:
+        """Give joined ranks that have no stand-in the batch of another rank; return True on these."""
         needed = gather_integer(not self.stand_in and not self._present[self.rank], self._group)
         if not any(needed):
-            return
+            return False
         data = broadcast_bytes(pack(batch).data if self.rank == source else None, self._group, source)
         stand_in, skipped = unpack(data)
         lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
@@ -187,7 +187,7 @@ class StepMaker:
                 " one batch, of tensors without gradients and objects that `copy.deepcopy` copies."
             )
         if not needed[self.rank]:
-            return
+            return False
         if skipped:
             warnings.warn(
                 f"rank {self.rank} never had a batch that can be copied, and hooks see one of rank {source} in its"
@@ -196,6 +196,7 @@ class StepMaker:
                 stacklevel=2,
             )
         self.keep(stand_in)
+        return True
 
     def keep(self, batch: Any) -> None:
         """Keep a copy of a batch of this rank as the stand-in, if it can be copied."""

@@ -35,7 +35,7 @@ class FetchedBatch(NamedTuple):
     participation: StepParticipation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/share_table.py`, if ranks share the batch
     position: tuple[int, int] = (0, 0)  # index of the batch and of its loader
-    is_stand_in: bool = False  # hooks see a copy of this batch in shadow steps
+    is_stand_in: bool = False  # hooks see a copy of this batch in this or later shadow steps
     has_next_batch: Any = None  # the `HasNextBatch` of the loop, if ranks compare batches one step ahead
 
 
@@ -46,7 +46,7 @@ Steps = Iterator[tuple[tuple[Any, int, int], FetchedBatch]]
 class StepSource:
     """Makes the steps of a `StepLoader` from its loaders."""
 
-    begins_at_once = False  # `steps` rather than the first step begins to iterate over the loaders
+    begins_at_once = False  # whether the call of `steps` begins to iterate over the loaders, not its first item
     world_size = 1
 
     def numbers_of_steps(self, loader: "StepLoader") -> list[float]:
@@ -80,7 +80,7 @@ class StepLoader(CombinedLoader):
     """The loaders of a loop, whose steps a source makes; an epoch can be resumed.
 
     `fetched` has a record of each step that has been fetched and has not begun. The state is the number of steps that
-    have begun. Evaluation, which has no `rng`, does not resume.
+    have begun. Without an `rng`, as in evaluation, it does not resume.
     """
 
     def __init__(

@@ -30,13 +30,13 @@ def send_all(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list
 
 
 @torch.no_grad()
-def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Overwrite dense tensors with the values of one rank, in flat buckets; sparse tensors stay unchanged."""
+def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite dense tensors with the values of rank 0, in flat buckets; sparse tensors stay unchanged."""
     for bucket in divide_into_buckets(tensors, _dense(tensors)):
         members = [tensors[position] for position in bucket]
         flat = flatten(members)
         # As bytes: no backend supports every dtype.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
         overwrite(members, flat)
 
 

@@ -14,11 +14,11 @@ Check = Callable[[Sequence[float]], None]
 
 
 class ControlField:
-    """A number that each rank sends with every control message, exact up to 53 bits.
+    """A number that each rank sends with control messages, exact up to 53 bits.
 
     Attributes:
         value: The number of this rank, which stays until it is set again.
-        of_ranks: The numbers of all ranks in the last message, the same on every rank; empty before the first message.
+        of_ranks: The numbers of all ranks in the last message with the field, the same on every rank; at first empty.
     """
 
     def __init__(self, check: Check | None = None, in_every_message: bool = False) -> None:

@@ -54,7 +54,7 @@ class GradientDriver:
     def synchronizing(
         self, of_window: WindowSum, position: int, ahead: HasNextBatch | None, ends_step: bool
     ) -> Iterator[None]:
-        """Synchronise the gradients of the backward pass in the block and end the window, unless that is postponed.
+        """Run a backward pass in the block; then synchronise gradients and end the window, unless it is postponed.
 
         Gradients of a loss whose factor is 0 are discarded first: the loss may be a mean over nothing, thus nan. The
         backward pass has to run nevertheless, since it may communicate.
@@ -192,6 +192,8 @@ class StepDriver:
         is_training = self._trainer.training
         self.participation = fetched.participation or self._all
         self._is_stand_in = fetched.is_stand_in
+        if fetched.is_stand_in:
+            self._output = {}  # of an earlier stand-in
         if self.predictions is not None:
             self.predictions.begin(fetched)
         self._samples.begin(fetched.samples, batch)
@@ -271,7 +273,7 @@ class StepDriver:
         return torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
 
     def _end_step(self) -> None:
-        # Not with the gradient: joined ranks know the logged keys only after the step.
+        # Logged values cannot travel with these gradients, as joined ranks know the keys only after the step.
         if not self._module.automatic_optimization or leaves_out_backward(self._trainer):
             self._exchange()
 
@@ -337,17 +339,21 @@ class StepDriver:
                 self.logged.synchronize(self._evaluated)
         elif self.balance is not None:
             self.balance.end_batch(not self._module.automatic_optimization, self._trainer.global_rank)
-        self._samples.begin(None)
         self._evaluated = torch.nan
-        self.participation = self._all
         if self.gradient is not None:
             self.gradient.reducer.buffers.settle()  # all ranks end the batch, and all its hooks have run
             self._communication.warn(self.gradient.reducer.control.weights)
+        self._leave_batch()
+
+    def _leave_batch(self) -> None:
+        self._samples.begin(None)
+        self.participation = self._all
         self.logged.begin()
 
     def end_epoch(self) -> None:
         """Compare steps and settings of optimizers, before any hook sees the values of an epoch."""
         if self.gradient is not None and self._trainer.training:
+            self._leave_batch()  # which does not end if `on_train_batch_start` has returned -1
             guard = self.gradient.guard
             guard.compare(gather_integers(guard.numbers(reads_devices=True), self.group))
         self.logged.end_epoch()

@@ -75,7 +75,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     has no weight in the step; if all return None, there is no new gradient, as on one device.
 
     Args:
-        accelerator: See `lightning.pytorch.strategies.DDPStrategy`, also for the arguments up to `start_method`.
+        accelerator: See `lightning.pytorch.strategies.DDPStrategy`.
         parallel_devices: The devices of this node.
         cluster_environment: The environment that has started the processes, or starts them.
         checkpoint_io: The plugin that writes checkpoints.
@@ -102,10 +102,10 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             `"loopback"` for one node; None to leave the choice to the backend.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. Their number is logged once.
-        prefetch: Number of training batches that a thread fetches, collates and copies to the device while the current
-            one trains, also without workers; 0 for none.
         stall_timeout: Time without a sign of life from a rank after which all ranks report their positions and end;
             None for no limit. A slow rank does give signs of life; `timeout` limits the wait for it.
+        prefetch: Number of training batches that a thread fetches, collates and copies to the device while the current
+            one trains, also without workers; 0 for none.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
