@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_ddp_ext._compat.lightning import start_method_of
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import check_choice, check_integer, check_text
+from lightning_ddp_ext._validation import as_timeout, check_choice, check_integer, check_text
 from lightning_ddp_ext.clusters.environments import check_has_rank, check_tasks, rendezvous_port
 from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend, reserve_descriptors
@@ -98,16 +98,41 @@ class Connection:
         return network
 
 
-class RankMixin:
-    """Mixin before Lightning's class, for the first look of a Trainer or Fabric at the environment."""
+class ConnectedMixin:
+    """Mixin before a strategy of Lightning, for the Trainer or Fabric: its ranks find each other by a `Connection`."""
 
     cluster_environment: ClusterEnvironment | None
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        init_method: str | None = None,
+        network_interface: str | None = None,
+        **options: Any,
+    ) -> None:
+        if "start_method" in options:  # FSDP has no such option
+            options["start_method"] = choose_start_method(options["start_method"])
+        self._connection = Connection(
+            backend=process_group_backend,
+            timeout=DEFAULT_TIMEOUT if timeout is None else as_timeout("timeout", timeout),
+            init_method=init_method,
+            network_interface=network_interface,
+        )
+        self._connection.check_arguments()
+        options |= {"process_group_backend": process_group_backend, "timeout": self._connection.timeout}
+        super().__init__(*args, **options)
 
     @property
     def node_rank(self) -> int:
         """The number of this node."""
         check_has_rank(self.cluster_environment)
         return super().node_rank  # type: ignore[no-any-return, misc]
+
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self)  # type: ignore[arg-type]
+        super()._configure_launcher()  # type: ignore[misc]
 
 
 def device_type_of(strategy: ProcessStrategy) -> str:

@@ -3,13 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -21,13 +18,8 @@ from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
-from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.sample_counts import BatchSamples
-from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
-from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, StartMethod, choose_start_method
-from lightning_ddp_ext.consistency import compare_setups, describe_arguments
-from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext._validation import refuse_unknown
+from lightning_ddp_ext.clusters.process_group_options import ConnectedMixin, StartMethod
 from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
@@ -40,14 +32,14 @@ from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import GradientDriver
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.strategies.base import check_checkpoint, describe_versions_of_run, unreadable
+from lightning_ddp_ext.strategies.base import GradientOptionsMixin, check_checkpoint, unreadable
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 
 T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
 
 
-class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
+class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, DDPStrategy):
     """The base of the strategies for Fabric: exact gradients after any backward pass, weighted by samples.
 
     `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of
@@ -61,20 +53,12 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
     checkpoint. After `fabric.load`, the next iteration of a loader continues its epoch, bit for bit on as many ranks.
 
     Args:
-        accelerator: See `lightning.fabric.strategies.DDPStrategy`, also for the arguments up to `precision`.
-        parallel_devices: The devices of this node.
-        cluster_environment: The environment that has started the processes, or starts them.
-        checkpoint_io: The plugin that writes checkpoints.
-        precision: The precision.
-        process_group_backend: As for `lightning_ddp_ext.DDPCheckpointStrategy`, also the arguments that follow.
-        timeout: How long ranks wait for each other.
+        args: Arguments of `lightning.fabric.strategies.DDPStrategy`: accelerator, devices of this node, cluster
+            environment, checkpoint plugin and precision.
         start_method: How this process starts the others of its node.
-        bucket_cap_mb: Largest size of a bucket of gradients in MiB.
-        weight_by: Weight of a rank's batch in the gradient. A callable gets the batch before it moves to the device.
-        batch_dim: Dimension of samples in a batch's tensors, if the loader does not draw samples itself.
-        init_method: Another rendezvous endpoint than the main address.
-        network_interface: The interface that the ranks use.
-        activation_checkpointing: Modules that recompute their activations in the backward pass.
+        options: The arguments above by name, and of `lightning_ddp_ext.DDPCheckpointStrategy`: `process_group_backend`,
+            `timeout`, `init_method`, `network_interface`, `bucket_cap_mb`, `weight_by`, `batch_dim` and
+            `activation_checkpointing`. A callable `weight_by` gets the batch before it moves to the device.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type.
@@ -91,47 +75,15 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        *args: Any,
         start_method: StartMethod | None = None,
-        bucket_cap_mb: float = 25.0,
-        weight_by: WeightBy = "samples",
-        batch_dim: int = 0,
-        init_method: str | None = None,
-        network_interface: str | None = None,
-        activation_checkpointing: ActivationCheckpointingPolicy | None = None,
-        **unknown: object,
+        **options: Any,
     ) -> None:
-        refuse_unknown(unknown, type(self))
-        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
-        check_bucket_cap(bucket_cap_mb)
-        self._rule = WeightRule(weight_by, rank_zero_info)
-        self._connection = Connection(
-            backend=process_group_backend,
-            timeout=as_timeout("timeout", DEFAULT_TIMEOUT if timeout is None else timeout),
-            init_method=init_method,
-            network_interface=network_interface,
-        )
-        self._connection.check_arguments()
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
-            self._connection.timeout, choose_start_method(start_method),
-        )  # fmt: skip
-        self.bucket_cap_mb = bucket_cap_mb
-        self.weight_by = weight_by
-        self.batch_dim = batch_dim
-        self._checkpointing = (
-            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
-        )
+        refuse_unknown(options, type(self))
+        super().__init__(*args, start_method=start_method, **options)
         postpone_synchronization(self, self.accumulating)
-        self._samples = BatchSamples(batch_dim)
         # The batches of the loops that have not ended; the first is of code outside of loops, the last the current one.
-        self._batches = [LoopBatch(self._rule.of_any_batch)]
+        self._batches = [LoopBatch(self._weight_rule.of_any_batch)]
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._loaders: list[FabricLoader] = []
@@ -140,16 +92,11 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
         self._resumed: Mapping[str, Any] | None = None
         self._resumed_reducer: Mapping[str, Any] | None = None
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
-        self._window = LoopWindow(self._rule.is_sum)
+        self._window = LoopWindow(self._weight_rule.is_sum)
         self._steps_group: dist.ProcessGroup | None = None
         self._warn = WarnOnce()
 
     # ------------------------------------------------------------ set-up
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._connection.check_launch(self)
-        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
@@ -161,14 +108,9 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
         self._connection.open(self)
         super().setup_environment()  # it keeps the process group that it finds
         watch_synchronization(ExitStack(), synchronize_states)  # as long as the process lives
-        arguments = {"strategy": type(self), "bucket_cap_mb": self.bucket_cap_mb, "weight_by": self.weight_by}
-        compare_setups({**describe_versions_of_run(), **describe_arguments({**arguments, **self.compared_arguments()})})
+        self.compare_ranks()
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
-        rank_zero_info(f"{type(self).__name__} on {ranks}: the loss is taken for {self._rule.meaning}.")
-
-    def compared_arguments(self) -> dict[str, object]:
-        """Return further arguments that must be the same on every rank."""
-        return {"batch_dim": self.batch_dim}
+        rank_zero_info(f"{type(self).__name__} on {ranks}: the loss is taken for {self._weight_rule.meaning}.")
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -190,7 +132,7 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
             self._reducer,
             together.named_parameters,
             known=lambda: self.optimizers,
-            weigh_loss=lambda: (self._loss_weight(), self._rule.is_sum),
+            weigh_loss=lambda: (self._loss_weight(), self._weight_rule.is_sum),
             synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
             " step out of `fabric.no_backward_sync`.",
             create_in="of a module before `fabric.setup`",
@@ -267,10 +209,10 @@ class LoopStrategy(GatherMixin, RankMixin, DDPStrategy):
     def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
             return 0.0
-        if not self._rule.is_by_samples:
-            return self._rule.weigh(batch, 1.0)
+        if not self._weight_rule.is_by_samples:
+            return self._weight_rule.weigh(batch, 1.0)
         self._samples.begin(fetched.samples, batch)
-        return self._rule.weigh(batch, self._samples.require(batch, self.global_rank))
+        return self._weight_rule.weigh(batch, self._samples.require(batch, self.global_rank))
 
     @property
     def batch_weight(self) -> float | None:

@@ -98,7 +98,6 @@ class BalancedDDPStrategy(LoopStrategy):
         options: Arguments of `LoopStrategy`.
 
     Raises:
-        TypeError: If `uneven_inputs` is given.
         ValueError: If more than one of `gpu0_batch_size`, `split` and `balance` is given or if one is out of range.
     """
 
@@ -114,9 +113,7 @@ class BalancedDDPStrategy(LoopStrategy):
         cost: Cost | None = None,
         **options: Any,
     ) -> None:
-        if "uneven_inputs" in options:
-            raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
-        self._chunk_rule = ChunkRule(gpu0_batch_size, split, balance)
+        self._rule = ChunkRule(gpu0_batch_size, split, balance)
         self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
         self.cost = cost
@@ -125,12 +122,12 @@ class BalancedDDPStrategy(LoopStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._chunk_rule.check_number(self.world_size, "rank")
-        self.balancer = ShareBalancer(self._chunk_rule, self.world_size, self.root_device, rank_zero_info)
+        self._rule.check_number(self.world_size, "rank")
+        self.balancer = ShareBalancer(self._rule, self.world_size, self.root_device, rank_zero_info)
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {**super().compared_arguments(), **self._chunk_rule.given, "cost": self.cost}
+        return {**super().compared_arguments(), **self._rule.given, "cost": self.cost}
 
     @property
     @override
@@ -140,7 +137,7 @@ class BalancedDDPStrategy(LoopStrategy):
 
     @override
     def make_source(self) -> StepSource:
-        table, index = ShareTable(self._chunk_rule, self.world_size, cost=self._cost), len(self._loaders)
+        table, index = ShareTable(self._rule, self.world_size, cost=self._cost), len(self._loaders)
         self._tables.append(table)
         self.balancer.add(table)
         seeds = broadcast_object(torch.initial_seed(), self.steps_group, 0), index

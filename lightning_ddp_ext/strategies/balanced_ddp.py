@@ -70,8 +70,6 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         predictions_on: PredictionsOn = "all_ranks",
         **options: Any,
     ) -> None:
-        if "uneven_inputs" in options:
-            raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
         if options.get("prefetch"):
             raise ValueError(
                 f"`prefetch` must be 0 under `balanced_ddp`, got {options['prefetch']!r}: shares of a batch are decided"

@@ -5,7 +5,6 @@ import inspect
 import os
 import zipfile
 from collections.abc import Iterator
-from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStra
 from typing_extensions import override
 
 from lightning_ddp_ext._import_names import DISTRIBUTIONS
-from lightning_ddp_ext._validation import as_timeout, check_choice
-from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, choose_start_method, device_type_of
-from lightning_ddp_ext.consistency import describe_versions
-from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._validation import check_bucket_cap, check_choice, check_integer
+from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.batches.sample_counts import BatchSamples
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.clusters.process_group_options import ConnectedMixin, device_type_of
+from lightning_ddp_ext.consistency import compare_setups, describe_arguments, describe_versions
 from lightning_ddp_ext.errors import CheckpointRefusedError, UnsupportedFeatureError
 
 _NAMED = 3  # in a message
@@ -113,33 +115,45 @@ def describe_versions_of_run() -> dict[str, object]:
     return describe_versions(DISTRIBUTIONS["lightning.pytorch"])
 
 
-class ConnectedStrategy(RankMixin, WeightsOnlyLoadMixin, ParallelStrategy):
-    """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
+class GradientOptionsMixin:
+    """Mixin with the arguments of gradients and batches that the strategies for the Trainer and for Fabric share."""
 
     def __init__(
         self,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        init_method: str | None = None,
-        network_interface: str | None = None,
+        *args: Any,
+        bucket_cap_mb: float = 25.0,
+        weight_by: WeightBy = "samples",
+        batch_dim: int = 0,
+        activation_checkpointing: ActivationCheckpointingPolicy | None = None,
         **options: Any,
     ) -> None:
-        if "start_method" in options:  # FSDP has no such option
-            options["start_method"] = choose_start_method(options["start_method"])
-        self._connection = Connection(
-            backend=process_group_backend,
-            timeout=DEFAULT_TIMEOUT if timeout is None else as_timeout("timeout", timeout),
-            init_method=init_method,
-            network_interface=network_interface,
+        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
+        check_bucket_cap(bucket_cap_mb)
+        self.bucket_cap_mb, self.weight_by, self.batch_dim = bucket_cap_mb, weight_by, batch_dim
+        self._weight_rule = WeightRule(weight_by, rank_zero_info)
+        self._samples = BatchSamples(batch_dim)
+        self._checkpointing = (
+            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
-        self._connection.check_arguments()
-        options |= {"process_group_backend": process_group_backend, "timeout": self._connection.timeout}
-        super().__init__(**options)
+        super().__init__(*args, **options)
 
-    @override
-    def _configure_launcher(self) -> None:
-        self._connection.check_launch(self._strategy)
-        super()._configure_launcher()
+    def compared_arguments(self) -> dict[str, object]:
+        """Return the arguments that must be the same on every rank."""
+        return {
+            "strategy": type(self),
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "weight_by": self.weight_by,
+            "batch_dim": self.batch_dim,
+            "activation_checkpointing": None if self._checkpointing is None else self._checkpointing.policy,
+        }
+
+    def compare_ranks(self) -> None:
+        """Raise a ReplicaMismatchError on all ranks unless they have the same versions and arguments."""
+        compare_setups({**describe_versions_of_run(), **describe_arguments(self.compared_arguments())})
+
+
+class ConnectedStrategy(ConnectedMixin, WeightsOnlyLoadMixin, ParallelStrategy):
+    """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
 
     def _connect(self) -> None:
         self._strategy.set_world_ranks()

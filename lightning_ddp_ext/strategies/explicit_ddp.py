@@ -38,12 +38,10 @@ from lightning_ddp_ext._compat.lightning_loaders import (
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import log_start, rank_zero_info
-from lightning_ddp_ext._validation import check_bucket_cap, check_choice, check_integer, refuse_unknown
-from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.sample_counts import BatchSamples
-from lightning_ddp_ext.batches.weights import StepWeights, WeightBy, WeightRule
+from lightning_ddp_ext._validation import check_choice, check_integer, refuse_unknown
+from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointingPolicy
+from lightning_ddp_ext.batches.weights import StepWeights, WeightBy
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
-from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
@@ -59,14 +57,16 @@ from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.stall_watch import StallWatch
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run
+from lightning_ddp_ext.strategies.base import ConnectedStrategy, GradientOptionsMixin
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from lightning_ddp_ext.strategies.launching import receive_predictions, run_on_rank, unshare
 
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy, GatherMixin, DDPStrategy):
+class ExplicitDDPStrategy(
+    OneTrainerStrategy, AtomicSaveMixin, GradientOptionsMixin, ConnectedStrategy, GatherMixin, DDPStrategy
+):
     """The base of the strategies with one process per device: exact gradients after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -145,9 +145,6 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, type(self))
-        self._weight_rule = WeightRule(weight_by, rank_zero_info)
-        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
-        check_bucket_cap(bucket_cap_mb)
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
         objects: dict[str, Any] = {
             "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
@@ -160,10 +157,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         super().__init__(
             **objects, ddp_comm_state=ddp_comm_state, process_group_backend=process_group_backend, timeout=timeout,
             init_method=init_method, network_interface=network_interface, start_method=start_method,
+            bucket_cap_mb=bucket_cap_mb, weight_by=weight_by, batch_dim=batch_dim,
+            activation_checkpointing=activation_checkpointing,
         )  # fmt: skip
-        self.bucket_cap_mb = bucket_cap_mb
-        self.weight_by = weight_by
-        self.batch_dim = batch_dim
         self.prefetch = prefetch
         self.comm_hook = ddp_comm_hook
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
@@ -175,10 +171,6 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
                 f" `ddp_comm_state` None, got {self.comm_hook!r}: a hook with state communicates on a group without"
                 " the ranks that have run out of data. Leave it out, or use `ddp_checkpoint`."
             )
-        self.activation_checkpointing = activation_checkpointing
-        self._checkpointing = (
-            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
-        )
         self.predictions_on: PredictionsOn = "all_ranks"
         # `PredictionWriter` sets it: returns the batches that an interrupted run has predicted.
         self.find_finished: Callable[[], Finished] | None = None
@@ -192,7 +184,6 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self._cleanup = ExitStack()
         self._loaders: Any = ()  # of this run
         self._prefetching = ExitStack()  # ends the thread that fetches ahead
-        self._samples = BatchSamples(batch_dim)
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -237,17 +228,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self._prefetching.callback(prefetcher.close)
         return prefetcher
 
+    @override
     def compared_arguments(self) -> dict[str, object]:
-        """Return the arguments that must be the same on every rank."""
         trainer = self.module.trainer
         return {
-            "strategy": type(self),
+            **super().compared_arguments(),
             "process_group_backend": self.process_group_backend,
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "weight_by": self.weight_by,
-            "batch_dim": self.batch_dim,
             "ddp_comm_hook": self.comm_hook,
-            "activation_checkpointing": self.activation_checkpointing,
             "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -339,7 +326,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
                 "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
                 " to weigh. Take the batch instead, or leave `weight_by` out: each batch then has weight 1."
             )
-        compare_setups({**describe_versions_of_run(), **describe_arguments(self.compared_arguments())})
+        self.compare_ranks()
         if self._checkpointing is not None:
             self._cleanup.callback(self._checkpointing.remove, self.module)
             self._checkpointing.apply(self.model)

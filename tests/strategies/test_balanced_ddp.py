@@ -193,7 +193,7 @@ def test_any_number_of_ranks_trains_as_one_process(wanted, ranks, is_complete, t
 def test_wrong_arguments_are_refused_before_ranks_are_started():
     for arguments, error, message in (
         ({"split": [1, 3], "balance": "even"}, ValueError, "`split=.*` and `balance='even'` exclude each other"),
-        ({"uneven_inputs": "stop"}, TypeError, "`uneven_inputs` is not needed"),
+        ({"uneven_inputs": "stop"}, TypeError, "argument of the strategy `ddp_join`"),
         ({"splits": [1, 2]}, TypeError, "`splits` is not an argument of this strategy"),
     ):
         with pytest.raises(error, match=message):
