@@ -346,6 +346,7 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
         if weight:
             samples = strategy.count_samples(given)
             data = _pack(given, samples, strategy.batch_dim)
+    # Every rank sends, because only here do ranks learn which of them have a batch.
     weights, sizes, sent = zip(*gather_objects([weight, samples, data], group), strict=True)
     active = [index for index, weight in enumerate(weights) if weight]
     if len(active) < 2:
@@ -358,6 +359,7 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
             whole = step.gradients(_join(parts, strategy.batch_dim, step.module.device))
         if weight:
             own = step.gradients(given)
+    # A collective of all ranks, after errors of any rank have been raised on all of them.
     step.draws = any(gather_objects(step.draws, group))
     columns: list[dict[str, Tensor]] = [{} for _ in weights]
     for name, _ in step.module.named_parameters():

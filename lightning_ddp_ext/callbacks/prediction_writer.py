@@ -99,6 +99,7 @@ class PredictionWriter(BasePredictionWriter):
                 state = self._prepare(trainer, module)
             except UnsupportedFeatureError as problem:
                 error = str(problem)
+        # Also an error, because the other ranks would wait for the state.
         error, state = broadcast_object((error, state), None, 0)
         if error:
             raise UnsupportedFeatureError(error)
@@ -188,9 +189,9 @@ class PredictionWriter(BasePredictionWriter):
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        trainer.strategy.barrier()
+        trainer.strategy.barrier()  # rank 0 merges files that every rank has closed
         self._merge(trainer)
-        trainer.strategy.barrier()
+        trainer.strategy.barrier()  # no rank returns before the merged file is there
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

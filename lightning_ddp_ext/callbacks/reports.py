@@ -92,6 +92,7 @@ class BalanceReport(Callback):
         self._unread.clear()
         self._devices, self._peaks = [], []
         if isinstance(trainer.strategy, BalancedDDPStrategy):
+            # Once per run: device names do not change, and records of all ranks need them.
             self._devices = gather_objects(str(trainer.strategy.root_device))
         self._is_recording = isinstance(trainer.strategy, BalancedDataParallelStrategy | BalancedDDPStrategy)
 
@@ -152,6 +153,7 @@ class BalanceReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_recording and self._devices:
             device = trainer.strategy.root_device  # on a CPU, the memory of the process counts
+            # At the end only, so that no training step carries another message.
             self._peaks = gather_objects(peak_memory(device) if reports_memory(device) else _peak_of_process())
         self._finish(trainer)
 
@@ -323,6 +325,7 @@ class JoinReport(Callback):
         """Keep the records of all ranks in the last epoch."""
         if self._record is None:
             return
+        # Once per epoch, at a point that all ranks reach also if they ran out of data at different times.
         newest = [RankRecord(**record) for record in gather_objects(asdict(self._record))]
         self._record = None
         self.records.extend(newest)

@@ -108,6 +108,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, DDPStrateg
         self._connection.open(self)
         super().setup_environment()  # it keeps the process group that it finds
         watch_synchronization(ExitStack(), synchronize_states)  # as long as the process lives
+        # Before any other collective, since ranks with other settings would send messages of other sizes.
         self.compare_ranks()
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
         rank_zero_info(f"{type(self).__name__} on {ranks}: the loss is taken for {self._weight_rule.meaning}.")
@@ -165,6 +166,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, DDPStrateg
     def steps_group(self) -> dist.ProcessGroup:
         """The group in which ranks agree on their steps; its first use communicates."""
         if self._steps_group is None:
+            # Not the group of the gradients: loaders may be set up before any module is.
             self._steps_group = own_group(self._connection.timeout)
         return self._steps_group
 

@@ -140,6 +140,7 @@ class BalancedDDPStrategy(LoopStrategy):
         table, index = ShareTable(self._rule, self.world_size, cost=self._cost), len(self._loaders)
         self._tables.append(table)
         self.balancer.add(table)
+        # Rank 0 decides, because ranks may have drawn different numbers before they set up this loader.
         seeds = broadcast_object(torch.initial_seed(), self.steps_group, 0), index
         return SharedSource(
             self.steps_group, table, seeds, lambda _: [self._loaders[index].epochs_begun], self.batch_dim

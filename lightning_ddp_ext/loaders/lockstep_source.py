@@ -68,6 +68,7 @@ class RankedLoader:
             1 if has_exact_length(loader) else None,
         )
         alone = [None if number is None else [number] for number in known]
+        # All numbers in one message; a rank that does not know one still takes part.
         lengths, samples, batch_sizes, exact = alone if group is None else gather_known(known, group)
         is_exact = lengths is not None and exact is not None
         self.__dict__.update(lengths=lengths, samples=samples, batch_sizes=batch_sizes, is_exact=is_exact)
@@ -174,6 +175,7 @@ class StepMaker:
 
     def _share_stand_in(self, source: int, batch: Any) -> bool:
         """Give joined ranks that have no stand-in the batch of another rank; return True on these."""
+        # Ranks ask first, since a batch may be large; all ranks know `present` and so come here in the same step.
         needed = gather_integer(not self.stand_in and not self._present[self.rank], self._group)
         if not any(needed):
             return False

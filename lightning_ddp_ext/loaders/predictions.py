@@ -78,6 +78,7 @@ class Predictions:
                 drawn = list(batches.get())
             indices = [*map(as_indices, drawn)]
             if is_shared and not is_dealt:
+                # Compared before batches are dealt out: other orders would leave samples out without an error.
                 hashes = gather_integer(hash_of(indices), self.group)
                 different = next((rank for rank, other in enumerate(hashes) if other != hashes[0]), None)
                 if different is not None:
@@ -133,6 +134,7 @@ class Predictions:
         own = [list(zip(self._places.get(n, []), part, strict=True)) for n, part in enumerate(predictions)]
         if dist.get_world_size(self.group) == 1:
             return [[*part] for part in predictions]
+        # After the loop, since ranks make different numbers of predictions.
         of_ranks = gather_objects(own, self.group, None if self.predictions_on == "all_ranks" else 0)
         return [[*merge_parts(chain(*parts), self.batch_dim)] for parts in zip(*of_ranks, strict=True)] or None
 

@@ -42,6 +42,7 @@ class BucketTransport:
     def send(self, bucket: GradientBucket) -> None:
         """Start to reduce a bucket."""
         if self._comm_hook is None:
+            # Asynchronous, to overlap with the backward pass. All ranks send buckets in the order of the layout.
             work: Any = dist.all_reduce(bucket.buffer_with_payload(), group=self._group, async_op=True)
         else:
             if not runs_on_streams(dist.get_backend_config(self._group), bucket.buffer().device.type):
@@ -219,6 +220,7 @@ class BucketScheduler:
     def restore(self, group: dist.ProcessGroup) -> None:
         """Undo `set_aside` for gradients that all ranks had synchronised; all ranks have set theirs aside."""
         lost = torch.tensor(self._lost, dtype=torch.uint8)
+        # Only all ranks together know which gradients were synchronised: a rank may lack one that others have.
         dist.all_reduce(lost, dist.ReduceOp.MAX, group)
         for parameter, gradient, is_lost in zip(self._parameters, self._aside, lost.tolist(), strict=True):
             parameter.grad = None if is_lost else gradient

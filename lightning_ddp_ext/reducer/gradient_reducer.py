@@ -301,6 +301,7 @@ class GradientReducer:
         """
         if self.synchronizations or self._layout.buckets:
             raise RuntimeError("The reducer has learned something already. Load the state right after the constructor.")
+        # Ranks with and without a restored layout would send buckets of other sizes.
         fits = state["setup"] == self._setup()
         agreed = [fits, *(part for name, part in state.items() if name != "of_rank")]
         compare_setups({"state of the reducer": digest(agreed)}, self._group)
@@ -363,6 +364,7 @@ class GradientReducer:
 
     def _add_late(self, bucket: GradientBucket) -> None:
         """Reduce the gradients that came after a bucket had been sent; other ranks may have others, or none."""
+        # The marks have told every rank that some rank is late, so that all send this message, with zeros if need be.
         difference = GradientBucket(bucket.index(), bucket.params, bucket.members)
         difference.pack_all(self._factor)
         dist.all_reduce(difference.buffer(), group=self._group)

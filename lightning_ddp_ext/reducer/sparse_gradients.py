@@ -22,6 +22,7 @@ class SparseGradients:
 
     def reduce(self, used: Sequence[float], factor: float) -> None:
         """Set the gradients that any rank has used to the sum of the ranks; the factor is for this rank's gradients."""
+        # In the order of parameters, and only those that any rank has used: the marks are the same on every rank.
         for member in sorted(self.members):
             if used[member]:
                 self._reduce(self._parameters[member], factor)
@@ -47,6 +48,7 @@ class SparseGradients:
         if not max(sizes):
             parameter.grad = gradient
             return
+        # Padded to the longest, since a gather needs equal sizes; indices and values are of different types.
         rows = self._gather_rows(gradient.indices().t(), sizes)
         values = self._gather_rows(gradient.values(), sizes)
         parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False).coalesce()

@@ -55,6 +55,7 @@ class ResumableRun:
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
+        # A new run takes the seed of rank 0; a resumed one has the same checkpoint on every rank.
         self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
         self.resumed_steps: dict[str, Any] = {} if resumed is None else resumed["steps"]
         self._progress = Progress(None, is_last_batch=False)  # at the interruption

@@ -77,6 +77,7 @@ def measure_costs(dataset: Any, cost: SampleCost, group: dist.ProcessGroup) -> l
 
     If a sample has no cost, all ranks raise the error of the first such rank.
     """
+    # Each rank reads the samples rank, rank + ranks, ...: other lengths would leave samples without a cost.
     numbers = gather_integer(len(dataset) if hasattr(dataset, "__len__") else -1, group)
     rank, ranks, number = dist.get_rank(group), len(numbers), numbers[0]
     if len(set(numbers)) > 1 or number < 0:
@@ -101,5 +102,6 @@ def measure_costs(dataset: Any, cost: SampleCost, group: dist.ProcessGroup) -> l
     problems = [*filter(None, gather_different(problem, group))]
     if problems:
         raise ValueError(problems[0]) from failure
+    # A sum of disjoint parts, so exact.
     dist.all_reduce(costs, group=group)
     return cast(list[float], costs.tolist())

@@ -164,6 +164,7 @@ class SharedSampler:
         """Give the generators of the samplers the state that they have on rank 0."""
         generators = find_loader_rngs([self.sampler], excluded=[self.data])
         states = capture_states(generators)
+        # A broadcast only if states differ, as it costs time and most samplers are seeded alike.
         rows = gather_integers([hash_of(states), len(generators)], self.batches.group)
         if any(row != rows[0] for row in rows) and all(row[1] for row in rows):
             restore_states(generators, broadcast_object(states, self.batches.group, 0))

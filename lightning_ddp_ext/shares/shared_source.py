@@ -147,6 +147,7 @@ def agree_on_lead(loaders: Sequence[SharedLoader], group: dist.ProcessGroup) -> 
     """Return how many batches ahead of their use any rank may have drawn. Communicates."""
     given = [shared.loader for shared in loaders]
     own = [one.num_workers * (one.prefetch_factor or 0) if isinstance(one, DataLoader) else 0 for one in given]
+    # All ranks use the largest lead, because a change of shares must not meet a batch that any rank has drawn.
     of_ranks = gather_integers(own, group)
     for shared, numbers in zip(loaders, zip(*of_ranks, strict=True), strict=True):
         if shared.is_stream and len(set(numbers)) > 1:

@@ -355,5 +355,6 @@ class StepDriver:
         if self.gradient is not None and self._trainer.training:
             self._leave_batch()  # which does not end if `on_train_batch_start` has returned -1
             guard = self.gradient.guard
+            # The settings may have changed since the last gradients, and the epoch's end has no gradient to carry them.
             guard.compare(gather_integers(guard.numbers(reads_devices=True), self.group))
         self.logged.end_epoch()

@@ -154,6 +154,7 @@ class LoggedValues:
         device = self._module.device
         own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
         stacked = torch.stack(own)
+        # All keys in one message; `_compare` has ensured that ranks have the same keys in the same order.
         sums, means = sums_and_means(
             stacked, None if self._is_shadow else weight, partial(dist.all_reduce, group=self._group)
         )
@@ -163,6 +164,7 @@ class LoggedValues:
         if self._is_shadow:
             largest.fill_(-torch.inf)
         if not {"max", "min"}.isdisjoint(operations):
+            # A second message, because one all-reduce has one operation; minima travel as negative maxima.
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         reduced = {"sum": sums, "mean": means, "max": largest, "min": -largest}
         return [
@@ -198,6 +200,7 @@ class LoggedValues:
             return
         self._begins_evaluation = True
         keys = self._synchronised_keys()
+        # Lightning reduces the values one by one, in the order in which each rank has logged them first.
         hashes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
         self._compare([both >> 32 for both in hashes])
         self._adopted.difference_update(keys)

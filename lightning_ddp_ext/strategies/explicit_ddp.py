@@ -326,6 +326,7 @@ class ExplicitDDPStrategy(
                 "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
                 " to weigh. Take the batch instead, or leave `weight_by` out: each batch then has weight 1."
             )
+        # Before the reducer, whose first messages have the sizes that these arguments set.
         self.compare_ranks()
         if self._checkpointing is not None:
             self._cleanup.callback(self._checkpointing.remove, self.module)
