@@ -141,7 +141,7 @@ _EXACT = ("torch.utils.data.", "torchdata.stateful_dataloader.", f"{PACKAGE}.", 
 def has_exact_length(loader: Any) -> bool:
     """Return True if a loader surely has as many batches as it announces: if no class of a user counts or draws them.
 
-    The length of a stream is an estimate, because each worker makes batches of its own part.
+    The length of a stream is an estimate, because each worker makes batches from one part.
     """
     if not isinstance(loader, DataLoader):
         return type(loader) in (list, tuple)
@@ -197,7 +197,7 @@ def replace_prediction(
     source: Any = loop._data_source
 
     def get_batch_indices(loader: Any) -> Any:
-        loop.current_batch_indices = []  # Lightning would keep those of another loader
+        loop.current_batch_indices = []  # Lightning would keep the ones from another loader
         combined = loop._combined_loader
         assert combined is not None
         found = find_indices([id(one) for one in combined.flattened].index(id(loader)))

@@ -62,7 +62,7 @@ def _quantiles(window: Sequence[Sequence[float]], fraction: float) -> list[float
 
 
 def _level(batch_size: int, fixed: Sequence[float], per_sample: Sequence[float]) -> list[float]:
-    """Return the shares with which replicas of these times take equally long; none for those that never could."""
+    """Return the shares with which replicas of these times take equally long; none if no shares can do that."""
     shares = [0.0] * len(fixed)
     busy = list(range(len(fixed)))
     while busy:

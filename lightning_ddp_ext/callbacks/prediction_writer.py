@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
 class PredictionWriter(BasePredictionWriter):
     """Writes predictions of `trainer.predict` batch by batch, merges them, and continues an interrupted run.
 
-    Each rank appends its predictions, with the indices of their samples, to a file of its own in `folder`, which all
+    Each rank appends its predictions, with the indices of their samples, to a separate file in `folder`, which all
     ranks have to see. When all are there, rank 0 writes `predictions.pt`, a dictionary with the lists `"predictions"`
     and `"indices"`: an entry for each batch, in the order in which one process predicts them; for several loaders, a
     list for each. `read_predictions` reads one batch after another instead.

@@ -44,7 +44,7 @@ class PredictionPlace(NamedTuple):
 
 @dataclass(eq=False)
 class Predictions:
-    """The predictions of this rank in the Trainer's loop, and their places among those of all ranks."""
+    """The predictions of this rank in the Trainer's loop, and their places among the predictions of all ranks."""
 
     trainer: Trainer
     group: dist.ProcessGroup
@@ -179,8 +179,8 @@ def compare_finished(rank: int, done: Sequence[int], drawn: Sequence[int]) -> No
     """Raise an error if a loader does not make the batches that have been predicted already, given their hashes."""
     if [*drawn] != [*done]:
         raise UnsupportedFeatureError(
-            f"rank {rank}: the loader makes other batches than those that have been predicted already. Use the dataset,"
-            " the sampler and the batch size of the interrupted run, or write into an empty folder."
+            f"rank {rank}: the loader makes batches other than the ones that have been predicted already. Use the"
+            " dataset, the sampler and the batch size of the interrupted run, or write into an empty folder."
         )
 
 

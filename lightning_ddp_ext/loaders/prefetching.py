@@ -29,7 +29,7 @@ _JOIN_LIMIT = 10.0  # seconds to wait for the fetch under way, when a run has fa
 
 
 class StreamCopies:
-    """Copies tensors to an accelerator on a stream of its own, from pinned memory."""
+    """Copies tensors to an accelerator on a separate stream, from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

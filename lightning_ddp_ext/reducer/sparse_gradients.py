@@ -22,7 +22,7 @@ class SparseGradients:
 
     def reduce(self, used: Sequence[float], factor: float) -> None:
         """Set the gradients that any rank has used to the sum of the ranks; the factor is for this rank's gradients."""
-        # In the order of parameters, and only those that any rank has used: the marks are the same on every rank.
+        # In the order of parameters, without any that no rank has used: the marks are the same on every rank.
         for member in sorted(self.members):
             if used[member]:
                 self._reduce(self._parameters[member], factor)

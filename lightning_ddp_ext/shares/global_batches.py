@@ -32,7 +32,7 @@ REMEDY = (
 
 
 class GlobalBatches:
-    """What the iterations of one loader need: the shares, the numbers of the batches, and random numbers.
+    """State of the iterations over one loader: the shares, the numbers of the batches, and random numbers.
 
     A loop sets `begin` before an iteration; `fetched` has an entry for each batch that a loader has drawn and the loop
     has not taken yet. A loader begins again within an iteration if it is cycled.

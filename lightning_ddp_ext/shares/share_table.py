@@ -150,7 +150,7 @@ class SharedBatch(NamedTuple):
     table: ShareTable  # which has divided the batch
     number: int  # in the run
     sizes: tuple[int, ...]  # number of samples of each rank
-    drawn: int  # hash of the indices, or of what a stream has yielded
+    drawn: int  # hash of the indices, or of the samples of a stream
     nominal: tuple[int, ...]  # the sizes if all samples had the same cost
 
     @property

@@ -164,7 +164,7 @@ def agree_on_lead(loaders: Sequence[SharedLoader], group: dist.ProcessGroup) -> 
 
 
 def _check(loader: DataLoader[Any]) -> None:
-    """Refuse loaders that give each rank samples of its own, or that give batches in the order of completion."""
+    """Refuse loaders that give ranks different samples, or that give batches in the order of completion."""
     # torch deals out data pipes by rank.
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe) or is_split_by_node(loader.dataset):
         raise UnsupportedFeatureError(

@@ -239,7 +239,7 @@ class ShareBalancer:
 
 
 def has_own_memory(device: torch.device, of_node: Sequence[torch.device] | None) -> bool:
-    """Return True if the device of this rank has memory of its own; on the CPU ranks share the memory of the host."""
+    """Return True if the device of this rank has separate memory; on the CPU ranks share the memory of the host."""
     devices = of_node or []
     return len({*devices}) == len(devices) and reports_memory(device)
 

@@ -115,7 +115,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self._table = ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
         balance.add(self._table)
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
-        # Ranks of a run without training have seeds of their own, and must shuffle alike.
+        # Without training, ranks have different seeds, and must shuffle alike.
         self._seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
         self._sampler_states = resumed.get("samplers", [])
         self._training_loader = None

@@ -514,7 +514,7 @@ def test_folders_of_other_predictions_are_refused(files):
         model, batches, divided, shared, strategy, two, *indices = found
         assert "has predictions of another model. Write into an empty folder." in model
         for one in (batches, shared):
-            assert one.startswith(f"UnsupportedFeatureError: rank {rank}: the loader makes other batches than those")
+            assert one.startswith(f"UnsupportedFeatureError: rank {rank}: the loader makes batches other than")
         assert "has predictions of data that ranks have divided in another way" in divided
         assert "`PredictionWriter` does not know the order of batches under `DDPStrategy`" in strategy
         assert two.endswith("has two callbacks `PredictionWriter`. Use one.")
