@@ -56,6 +56,8 @@ _chosen: str | None = None
 
 def find_lightning() -> str:
     """Return the name of Lightning that is chosen, else imported already, else installed, preferably the first."""
+    if _chosen is not None:
+        return _chosen
     candidates = [name for name in NAMES if name in sys.modules] or [*filter(_is_installed, NAMES)]
     if not candidates:
         first, second = DISTRIBUTIONS.values()
@@ -64,7 +66,7 @@ def find_lightning() -> str:
             f" or `pip install {second}`.",
             name="lightning",
         )
-    return _chosen or candidates[0]
+    return candidates[0]
 
 
 def _is_installed(lightning: str) -> bool:
@@ -75,12 +77,19 @@ def choose(lightning: str | None = None) -> str:
     """Choose the Lightning of this process, by default the one that `find_lightning` returns; return its name.
 
     Raises:
-        ImportError: If the other one has been chosen before.
+        ImportError: If the other one has been chosen before, or this one is not installed.
     """
     global _chosen
-    wanted = lightning or find_lightning()
+    found = find_lightning()
+    wanted = lightning or found
     if _chosen not in (None, wanted):
         raise ImportError(f"`{PACKAGE}` already works for `{_chosen}` in this process. {_remedy(wanted)}")
+    if not _is_installed(wanted):
+        raise ModuleNotFoundError(
+            f"`{wanted}` is not installed. Run `pip install {DISTRIBUTIONS[wanted]}`, or import from `{PACKAGE}`, which"
+            f" takes `{found}`.",
+            name=wanted.partition(".")[0],
+        )
     _chosen = wanted
     return wanted
 

@@ -110,15 +110,19 @@ _NOT_NEEDED = {
 }
 
 
-def refuse_unknown(options: dict[str, object], strategy: type) -> None:
-    """Refuse options that no constructor of a strategy or its bases has, with the name that was probably meant."""
+def argument_names(kind: type) -> set[str]:
+    """Return the names of the arguments that the constructors of a class and its bases have."""
     # Constructors pass `**options` on to the ones that they inherit.
-    found = [one for base in strategy.__mro__[:-1] for one in inspect.signature(base).parameters.values()]
-    names = [one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    for name in options.keys() - {*names}:
+    found = [one for base in kind.__mro__[:-1] for one in inspect.signature(base).parameters.values()]
+    return {one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+
+
+def refuse_unknown(unknown: Iterable[str], strategy: type) -> None:
+    """Refuse unknown arguments of a strategy, with the name that was probably meant."""
+    for name in unknown:
         if name in _NOT_NEEDED:
             raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        remedy = suggest(name, names) or " See the documentation of its arguments."
+        remedy = suggest(name, sorted(argument_names(strategy) - {name})) or " See the documentation of its arguments."
         raise TypeError(f"`{name}` is not an argument of this strategy.{remedy}")
 
 

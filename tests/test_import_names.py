@@ -189,6 +189,9 @@ def test_an_import_without_lightning_says_what_to_install():
     *firsts, second = messages("pytorch_lightning", "lightning_fabric")
     assert firsts == ["ok", "ok"]
     assert second.startswith(f"`lightning_ddp_ext` already works for `{FIRST}`")
+    missing = WITHOUT.format(missing={"pytorch_lightning", "lightning_fabric"})
+    (line,) = run(["-c", missing + IMPORTS.format(statements=STATEMENTS[2:])]).splitlines()
+    assert line.startswith("`pytorch_lightning` is not installed. Run `pip install pytorch-lightning`, or import from")
 
 
 def test_the_command_without_lightning_says_what_to_install():

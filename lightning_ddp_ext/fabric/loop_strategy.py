@@ -17,7 +17,7 @@ from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._lightning import FabricDDPStrategy, rank_zero_warn
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import refuse_unknown
+from lightning_ddp_ext._validation import argument_names, refuse_unknown
 from lightning_ddp_ext.clusters.process_group_options import ConnectedMixin, StartMethod
 from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
@@ -72,13 +72,9 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
     shares_batches = False  # True if ranks share each batch, so that any number of ranks can resume
     balancer: ShareBalancer | None = None
 
-    def __init__(
-        self,
-        *args: Any,
-        start_method: StartMethod | None = None,
-        **options: Any,
-    ) -> None:
-        refuse_unknown(options, type(self))
+    def __init__(self, *args: Any, start_method: StartMethod | None = None, **options: Any) -> None:
+        # Not the arguments of a class derived from this one, which should not arrive here. Lightning ignores others.
+        refuse_unknown(options.keys() - argument_names(LoopStrategy), type(self))
         super().__init__(*args, start_method=start_method, **options)
         postpone_synchronization(self, self.accumulating)
         # The batches of the loops that have not ended; the first is of code outside of loops, the last the current one.

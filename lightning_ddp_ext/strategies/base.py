@@ -137,6 +137,7 @@ class GradientOptionsMixin:
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)
         self.bucket_cap_mb, self.weight_by, self.batch_dim = bucket_cap_mb, weight_by, batch_dim
+        self.activation_checkpointing = activation_checkpointing
         self._weight_rule = WeightRule(weight_by, rank_zero_info)
         self._samples = BatchSamples(batch_dim)
         self._checkpointing = (
@@ -151,7 +152,7 @@ class GradientOptionsMixin:
             "bucket_cap_mb": self.bucket_cap_mb,
             "weight_by": self.weight_by,
             "batch_dim": self.batch_dim,
-            "activation_checkpointing": None if self._checkpointing is None else self._checkpointing.policy,
+            "activation_checkpointing": self.activation_checkpointing,
         }
 
     def compare_ranks(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -95,6 +96,32 @@ def test_a_misspelt_argument_or_name_of_a_strategy_is_answered_with_the_right_on
             make(strategy=given)
     with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='nonsense'`"):
         Trainer(strategy="nonsense")
+
+
+class PassesOn(DDPJoinStrategy):
+    """Passes an argument on that the package does not have."""
+
+    def __init__(self, mine=1, **options):
+        super().__init__(mine=mine, **options)
+
+
+class FabricPassesOn(fabric.DDPJoinStrategy):
+    """The same for Fabric."""
+
+    def __init__(self, mine=1, **options):
+        super().__init__(mine=mine, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (PassesOn, "mine"), (FabricPassesOn, "mine"),
+        (partial(BalancedDataParallelStrategy, cluster_environment=None), "cluster_environment"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_class_in_the_chain_is_not_swallowed(make, given):
+    with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\."):
+        make()
 
 
 def test_wrong_arguments_are_refused_with_a_remedy():
