@@ -147,6 +147,9 @@ class TensorVersions:
         self._values = list(values)
         self._versions = versions_of(self._values)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorVersions) and not self.changed(other._values)
+
     def changed(self, values: Sequence[Any]) -> set[int]:
         """Return the positions of changed values; all positions if there are more or fewer values now."""
         if len(values) != len(self._values):
