@@ -178,11 +178,9 @@ class StepMirror:
         found = {name: _parameter(one) for name, one in parameters.items()}
         for name, part in module.named_modules():
             buffers = {leaf: one for leaf, one in part._buffers.items() if f"{name}.{leaf}".strip(".") not in ignored}
-            found[f"module `{name}`"] = _buffers(part, buffers, is_manual)
+            found[f"module `{name}`"] = _buffers(part, buffers, module)
         for number, optimizer in enumerate(self._trainer.optimizers):
-            title = f"optimizer {number} ({type(optimizer).__name__})"
-            found[title] = _settings(optimizer, is_manual)
-            found[f"state of {title}"] = _state(optimizer, excluded, is_manual)
+            found[f"optimizer {number} ({type(optimizer).__name__})"] = _optimizer(optimizer, excluded, is_manual)
         for position, config in enumerate(self._trainer.lr_scheduler_configs):
             found[f"scheduler {position}"] = _scheduler(config.scheduler)
         for name, value in vars(module).items():
@@ -230,7 +228,7 @@ class StepMirror:
                 continue
             if isinstance(old, tuple) and isinstance(new, tuple) and (owner == "" or isinstance(owner, int)):
                 sent.append((attribute, old, new))
-            elif new and (old or owner == ""):
+            elif new != () and (old != () or owner == ""):
                 path = ".".join(filter(None, ("self", str(owner), name)))
                 self._warn(
                     f"rank {self._trainer.global_rank}: `training_step` changes `{path}`, which ranks that have run out"
@@ -259,10 +257,11 @@ def _parameter(one: nn.Parameter) -> _Part:
     return _Part(describe(one), one.requires_grad, lambda before: (one.requires_grad, one), take)
 
 
-def _buffers(owner: nn.Module, buffers: dict[str, Tensor | None], is_manual: bool) -> _Part:
+def _buffers(owner: nn.Module, buffers: dict[str, Tensor | None], root: LightningModule) -> _Part:
     """Return the buffers with another shape or dtype, whose values the reducer does not make equal."""
     forms = {leaf: None if one is None else describe(one) for leaf, one in buffers.items()}
     # Means may change after the last backward pass of a manual step.
+    is_manual = not root.automatic_optimization
     late = {leaf for leaf, one in buffers.items() if is_manual and one is not None and one.is_floating_point()}
 
     def value(before: Any) -> Any:
@@ -274,43 +273,43 @@ def _buffers(owner: nn.Module, buffers: dict[str, Tensor | None], is_manual: boo
             own = owner._buffers.get(leaf)
             if own is not None and one is not None and describe(own) == describe(one):
                 own.copy_(one)
-                continue
-            # Parts of the LightningModule may be on other devices.
-            beside = () if isinstance(owner, LightningModule) else (*owner.parameters(), *owner.buffers())
-            device = next((other.device for other in (own, *beside) if other is not None), None)
-            owner._buffers[leaf] = one if one is None else one.to(getattr(owner, "device", None) or device or "cpu")
+            else:
+                # Parts of the LightningModule may be on other devices.
+                beside = () if owner is root else (*owner.parameters(), *owner.buffers())
+                place = next((other for other in (own, *beside) if other is not None), root)
+                owner._buffers[leaf] = None if one is None else one.to(place.device)
 
     return _Part(f"`{type(owner).__name__}`", (forms, object() if late else None), value, take)
 
 
-def _settings(optimizer: Optimizer, is_manual: bool) -> _Part:
-    groups = optimizer.param_groups
+def _optimizer(one: Optimizer, excluded: set[nn.Parameter], is_manual: bool) -> _Part:
+    """Return the settings of an optimizer, and its state except for parameters that each rank has for itself."""
+    states = (state.values() if isinstance(state, dict) else (state,) for state in one.state.values())
+    state = TensorVersions([*chain.from_iterable(states)])
+    settings = TensorVersions(
+        [value for group in one.param_groups for name, value in group.items() if name != "params"]
+    )
 
-    def take(sent: list[dict[str, Any]]) -> None:
-        for own, values in zip(groups, sent, strict=True):
+    def value(before: Any) -> Any:
+        # A manual step may change state in any depth, such as in a list, which has no version.
+        has_state = is_manual or before is None or before[1] != state
+        groups = [_without_code(group, "params") for group in one.param_groups]
+        return groups, _without_code(one.state_dict(), "param_groups") if has_state else {}
+
+    def take(sent: Any) -> None:
+        for own, values in zip(one.param_groups, sent[0], strict=True):
             for name, value in values.items():
                 is_tensor = isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
                 own[name] = value.to(own[name].device) if is_tensor else value
+        if sent[1]:
+            kept: dict[Tensor, Any] = {other: one.state.pop(other) for other in excluded if other in one.state}
+            one.load_state_dict({**sent[1], "param_groups": one.state_dict()["param_groups"]})
+            for other in excluded:
+                one.state.pop(other, None)
+            one.state.update(kept)
 
-    settings = [value for group in groups for name, value in group.items() if name != "params"]
-    mark, form = object() if is_manual else TensorVersions(settings), f"of {len(groups)} parameter groups"
-    return _Part(form, mark, lambda before: [_without_code(one, "params") for one in groups], take)
-
-
-def _state(optimizer: Optimizer, excluded: set[nn.Parameter], is_manual: bool) -> _Part:
-    """Return the state of an optimizer, except for parameters that each rank has for itself."""
-
-    def take(sent: dict[str, Any]) -> None:
-        kept: dict[Tensor, Any] = {one: optimizer.state.pop(one) for one in excluded if one in optimizer.state}
-        optimizer.load_state_dict({**sent, "param_groups": optimizer.state_dict()["param_groups"]})
-        for parameter in excluded:
-            optimizer.state.pop(parameter, None)
-        optimizer.state.update(kept)
-
-    states = (state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values())
-    # A manual step may change state in any depth, such as in a list, which has no version.
-    mark = object() if is_manual else TensorVersions([*chain.from_iterable(states)])
-    return _Part("", mark, lambda before: _without_code(optimizer.state_dict(), "param_groups"), take)
+    form = f"of {len(one.param_groups)} parameter groups"
+    return _Part(form, (settings, state, object() if is_manual else None), value, take)
 
 
 def _scheduler(one: LRScheduler) -> _Part:
