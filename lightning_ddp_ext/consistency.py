@@ -5,7 +5,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_ddp_ext._compat.torch import find_ignored
+from lightning_ddp_ext._compat.torch import checksums, find_ignored, read_all
 from lightning_ddp_ext.distributed.exchange import (
     exchange_device,
     gather_different,
@@ -29,9 +29,6 @@ from lightning_ddp_ext.distributed.exchange import (
     list_ranks,
 )
 from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
-
-_WORDS = 1 << 16  # of a block, so that intermediate results stay in the cache of a core
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number, which tells blocks in another order apart
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -49,40 +46,6 @@ def fingerprint_all(tensors: Mapping[str, Tensor]) -> int:
     forms = [(name, describe(tensors[name]), [tuple(one.shape) for one in own]) for name, own in parts.items()]
     text = repr((forms, read_all(checksums([part for own in parts.values() for part in own]))))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-@torch.no_grad()
-def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return an integer on the device of each dense tensor that depends on every bit; the host does not wait.
-
-    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), modulo 2^64, of words of
-    up to 32 bits: of larger words, products would lose the upper bits.
-    """
-    sums = []
-    for tensor in tensors:
-        # A conjugated or negated tensor may have a flag instead of other values in memory.
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
-        multipliers = _multipliers(flat.device)
-        of_blocks = [(block * multipliers[: block.numel()]).sum() for block in torch.split(words, _WORDS)]
-        sums.append(functools.reduce(lambda total, one: total * _FACTOR + one, of_blocks))
-    return sums
-
-
-def read_all(numbers: Sequence[Tensor]) -> list[int]:
-    """Return the values of integer tensors without dimensions; the host waits once per device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for number in numbers:
-        by_device.setdefault(number.device, []).append(number)
-    read = {device: iter(torch.stack(own).tolist()) for device, own in by_device.items()}
-    return [next(read[number.device]) for number in numbers]
-
-
-@functools.lru_cache(maxsize=16)
-def _multipliers(device: torch.device) -> Tensor:
-    """Return an odd multiplier for each word of a block, so that no change of one word is missed."""
-    numbers = bytearray(hashlib.shake_128(b"fingerprints of tensors").digest(8 * _WORDS))  # the same in every process
-    return torch.frombuffer(numbers, dtype=torch.int64).bitwise_or(1).to(device)
 
 
 def describe(tensor: Tensor) -> str:

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from lightning_ddp_ext._compat.torch import (
     Normalisation,
     TensorVersions,
+    checksums,
     equal_or_nan,
     find_ignored,
     flatten,
     ignore_in_ddp,
     is_persistent,
+    read_all,
 )
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.consistency import checksums, compare_setups, describe, read_all
+from lightning_ddp_ext.consistency import compare_setups, describe
 from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
 from lightning_ddp_ext.errors import WarnOnce
 from lightning_ddp_ext.reducer.buckets import overwrite
@@ -216,7 +218,7 @@ class BufferSynchronizer:
         self._comparisons += bool(self._sums)
         known = {i: one for i, one in enumerate(buffers) if i in self._sums and one is not None and not changed[i]}
         sums = zip(known, checksums(known.values()), strict=True)
-        self._silent.update(itertools.compress(known, read_all([found - self._sums[index] for index, found in sums])))
+        self._silent.update(itertools.compress(known, read_all([found != self._sums[index] for index, found in sums])))
         for index in self._silent:
             changed[index] |= self._table.places[index][0].training
         return changed

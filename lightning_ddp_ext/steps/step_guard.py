@@ -106,7 +106,7 @@ class StepGuard:
         if not are_identical(held, self._held[0]):
             self._held = held, hash(tuple(self.reducer.places.get(id(parameter), -1) for parameter in held))
         settings = [
-            [one if type(one) in _PLAIN else value_to_text(one, reads_devices) for one in group.values()]
+            [one if _is_plain(one) else value_to_text(one, reads_devices) for one in group.values()]
             for *_, group in self._groups()
         ]
         return self.steps, (self.optimizers + self._held[1] + zlib.crc32(repr(settings).encode())) % 2**32
@@ -199,7 +199,8 @@ class StepGuard:
         return (sums if is_sum else means)[0]
 
 
-_PLAIN = {float, int, bool, type(None)}
+def _is_plain(value: Any) -> bool:
+    return type(value) in (float, int, bool, type(None)) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _is_running(optimizer: Optimizer) -> bool:

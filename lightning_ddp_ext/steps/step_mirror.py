@@ -1,5 +1,6 @@
 """The effects of a step on ranks that did not run it: logged values, and the training state that it has changed."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,9 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
-from lightning_ddp_ext._compat.torch import TensorVersions, equal_or_nan, find_ignored
+from lightning_ddp_ext._compat.torch import TensorVersions, checksums, equal_or_nan, find_ignored, read_all
 from lightning_ddp_ext.batches.containers import is_record
-from lightning_ddp_ext.consistency import checksums, describe, read_all
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError, WarnOnce
@@ -33,6 +33,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torc
 _SILENT = (list, tuple, set, LRScheduler)
 _LARGEST_DICTIONARY = 64  # entries that are compared
 _MISSING = "missing"
+_END = b"\n"  # of the JSON in a message
 Attribute = tuple[str | int, str]  # the path of a module or the number of an optimizer, and the name of the attribute
 Plain = tuple[Any, ...]  # a number or text, or nothing
 
@@ -59,30 +60,33 @@ class StepBroadcast:
 
         `guard` is given in training.
         """
-        message: dict[str, Any] = {}
-        if self._rank == active[0] and has_ended:
-            message["logged"] = self._logged.describe()
-        if self._rank == active[0] and guard is not None:  # joined ranks make no manual steps
+        if self._rank != active[0]:
+            broadcast_bytes(None, self._group, active[0])
+            return
+        message: dict[str, Any] = {"logged": self._logged.describe() if has_ended else None}
+        if guard is not None:  # joined ranks make no manual steps
             message["steps"] = [guard.steps, guard.optimizers, None if has_ended else guard.numbers()[1]]
-            message["changes"] = self.mirror.changes() if has_ended and self.mirror is not None else {}
-        broadcast_bytes(pack_effects(message) if message else None, self._group, active[0])
+        data = torch.frombuffer(bytearray(json.dumps(message).encode() + _END), dtype=torch.uint8)
+        changes = {} if guard is None or self.mirror is None or not has_ended else self.mirror.changes()
+        broadcast_bytes(torch.cat([data, pack_effects(changes)]) if changes else data, self._group, active[0])
 
     def receive(self, active: Sequence[int], guard: StepGuard | None = None) -> bool:
         """Receive on a joined rank what `send` sends; take over the effects of a step and return True if it ended."""
-        message, _ = unpack(broadcast_bytes(None, self._group, active[0]))
+        text, _, changes = broadcast_bytes(None, self._group, active[0]).cpu().numpy().tobytes().partition(_END)
+        message = json.loads(text)
         if guard is not None:
             guard.steps, guard.optimizers, guard.announced = message["steps"]
-        if "logged" not in message:
+        if message["logged"] is None:
             return False
         self._logged.adopt(message["logged"])
-        if self.mirror is not None:
-            self.mirror.take(message.get("changes", {}))
+        if changes and self.mirror is not None:
+            self.mirror.take(unpack(torch.frombuffer(bytearray(changes), dtype=torch.uint8))[0])
         return True
 
 
-def pack_effects(message: dict[str, Any]) -> Tensor:
-    """Serialise the effects of a step."""
-    packed = pack(message)
+def pack_effects(changes: dict[str, Any]) -> Tensor:
+    """Serialise the training state that a step has changed."""
+    packed = pack(changes)
     if packed.skipped:
         raise UnsupportedFeatureError(
             "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it holds"
@@ -130,7 +134,7 @@ class StepMirror:
         """Return the changes since `remember`, which `pack` serialises."""
         parts, sums = self._read(), self._sums()
         common = [name for name in sums if name in self._sums_before]
-        differ = read_all([sums[name] - self._sums_before[name] for name in common])
+        differ = read_all([sums[name] != self._sums_before[name] for name in common])
         rewritten = set(compress(common, differ))
         found: dict[str, tuple[str, Any]] = {name: (_MISSING, None) for name in self._before if name not in parts}
         for name, part in parts.items():
@@ -254,12 +258,12 @@ def _parameter(one: nn.Parameter) -> _Part:
             overwrite([one], value.to(one.device).reshape(-1))
         one.requires_grad_(requires_grad)
 
-    return _Part(describe(one), one.requires_grad, lambda before: (one.requires_grad, one), take)
+    return _Part(_form(one), one.requires_grad, lambda before: (one.requires_grad, one), take)
 
 
 def _buffers(owner: nn.Module, buffers: dict[str, Tensor | None], root: LightningModule) -> _Part:
     """Return the buffers with another shape or dtype, whose values the reducer does not make equal."""
-    forms = {leaf: None if one is None else describe(one) for leaf, one in buffers.items()}
+    forms = {leaf: None if one is None else _form(one) for leaf, one in buffers.items()}
     # Means may change after the last backward pass of a manual step.
     is_manual = not root.automatic_optimization
     late = {leaf for leaf, one in buffers.items() if is_manual and one is not None and one.is_floating_point()}
@@ -271,7 +275,7 @@ def _buffers(owner: nn.Module, buffers: dict[str, Tensor | None], root: Lightnin
     def take(sent: dict[str, Tensor | None]) -> None:
         for leaf, one in sent.items():
             own = owner._buffers.get(leaf)
-            if own is not None and one is not None and describe(own) == describe(one):
+            if own is not None and one is not None and _form(own) == _form(one):
                 own.copy_(one)
             else:
                 # Parts of the LightningModule may be on other devices.
@@ -336,6 +340,10 @@ def _mark(value: Any, is_own: bool) -> Any:
         return {key: one for key, one in value.items() if _is_plain(one)} if len(value) <= _LARGEST_DICTIONARY else None
     is_of_batch = (isinstance(value, _SILENT) and not is_record(value)) or getattr(value, "requires_grad", False)
     return TensorVersions([value]) if is_own and not is_of_batch else None
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {[*tensor.shape]}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext import consistency
+from lightning_ddp_ext._compat.torch import _WORDS
 from lightning_ddp_ext.consistency import describe, fingerprint, fingerprint_all
 
 DTYPES = [
@@ -14,7 +14,7 @@ DTYPES = [
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
     torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
-BLOCK = consistency._WORDS
+BLOCK = _WORDS
 SIZES = [1, 7, 8, 9, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5]
 
 

@@ -327,7 +327,9 @@ def test_changes_that_another_rank_cannot_take_are_errors(ranks):
         shadow.mirror.take(changed)
     layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5))
     changed = changes(active, lambda module: setattr(module, "layer", layer))
-    with pytest.raises(UnsupportedFeatureError, match=r"rank 1: .* parameter `layer.1.weight` is float32 \[5, 2\]"):
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"rank 1: .* parameter `layer.1.weight` is torch.float32 \[5, 2\]"
+    ):
         shadow.mirror.take(changed)
     with pytest.raises(UnsupportedFeatureError, match=r"holds `object` at `.*optimizer 0 .*\['schedule'\]`"):
         changes(active, lambda module: active.optimizer.param_groups[0].update(schedule=object()))
