@@ -178,7 +178,8 @@ def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
         multipliers = _multipliers(flat.device)
-        of_blocks = [(block * multipliers[: block.numel()]).sum() for block in torch.split(words, _WORDS)]
+        blocks = [words] if words.numel() <= _WORDS else torch.split(words, _WORDS)  # fast if tensors are small
+        of_blocks = [(block * multipliers[: block.numel()]).sum() for block in blocks]
         sums.append(functools.reduce(lambda total, one: total * _FACTOR + one, of_blocks))
     return sums
 
