@@ -75,7 +75,7 @@ _import_names.install()
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        return _import_names.get_public("lightning.pytorch", name)
+        return _import_names.get_public(name)
 
 
 def __dir__() -> list[str]:

@@ -1,30 +1,27 @@
-"""Lightning's two import names: `lightning.pytorch`, which the sources import, and `pytorch_lightning`.
+"""Lightning's two import names: `lightning.pytorch` and `pytorch_lightning`, of which a process uses one.
 
-Both distributions hold the same code. The modules that need Lightning are loaded a second time, from the same files
-with the other names, below `lightning_ddp_ext.pytorch_lightning`. All other modules are shared.
+Both distributions hold the same code with distinct classes. The choice is made when the first module that needs
+Lightning is imported, and `_lightning` has the names of the chosen one. This module imports neither.
 """
 
 import functools
 import importlib
-import importlib.resources
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from itertools import accumulate
-from types import CodeType, ModuleType
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from lightning_ddp_ext._validation import suggest
 
 PACKAGE = "lightning_ddp_ext"
-SECOND = f"{PACKAGE}.pytorch_lightning"
-# By the name of Lightning that a program imports.
-PACKAGES = {"lightning.pytorch": PACKAGE, "pytorch_lightning": SECOND}
-_FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-DISTRIBUTIONS = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}
+FIRST, SECOND = "lightning.pytorch", "pytorch_lightning"
+NAMES = (FIRST, SECOND)
+FABRICS = {FIRST: "lightning.fabric", SECOND: "lightning_fabric"}
+DISTRIBUTIONS = {FIRST: "lightning", SECOND: "pytorch-lightning"}
 LIBRARIES = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})  # all top-level packages of Lightning
 
 # The public names that need torch or Lightning, and their modules.
@@ -51,184 +48,70 @@ STRATEGIES = {
 # The nearest strategies for Fabric of those that it lacks.
 _IN_FABRIC = {"BalancedDataParallelStrategy": "BalancedDDPStrategy", "ExplicitDDPStrategy": "DDPCheckpointStrategy"}
 
-_LIGHTNING = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
-_IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import \(?([\w, ]*))?", re.MULTILINE)
-_FROM = re.compile(rf"\bfrom ({PACKAGE}(?:\.\w+)*) import (\(\n[^)]*\)|[^\n]*)")
-_PATH = re.compile(rf"\b(lightning\.(?:pytorch|fabric)\b|{PACKAGE}(?:\.\w+)+)")
-_NAME = re.compile(rf"(?:{PACKAGE}|lightning\.pytorch|lightning\.fabric|pytorch_lightning|lightning_fabric)(?:\.\w+)+")
+_chosen: str | None = None
 
 
-# ---------------------------------------------------------------- names
-
-
-def _sources(folder: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of all modules in a folder, which may lie in a zip file."""
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _sources(entry, f"{prefix}{entry.name}.")
-        elif entry.name.endswith(".py") and f"{prefix}{entry.name}" != "__init__.py":
-            yield f"{prefix}{entry.name[:-3]}".removesuffix(".__init__"), entry.read_text(encoding="utf-8")
-
-
-@functools.cache
-def modules_with_lightning() -> frozenset[str]:
-    """Return the modules of this package that import Lightning, directly or through others, relative to the package."""
-    imported: dict[str, set[str]] = {}
-    for name, text in _sources(importlib.resources.files(PACKAGE)):
-        names = imported[name] = set()
-        for module, members in _IMPORT.findall(text):
-            names |= {module, *(f"{module}.{member.strip()}" for member in members.split(","))}
-    found: set[str] = set()
-    grows = True
-    while grows:
-        needing = {module for module, names in imported.items() if any(_needs(name, found) for name in names)}
-        grows, found = needing != found, needing
-    return frozenset(found)
-
-
-def _needs(name: str, found: set[str]) -> bool:
-    return name.partition(".")[0] == "lightning" or name.removeprefix(f"{PACKAGE}.") in found
-
-
-def translate(path: str) -> str:
-    """Return the dotted path of an object for programs that import `pytorch_lightning`."""
-    if path in _LIGHTNING:
-        return _LIGHTNING[path]
-    name = path.removeprefix(f"{PACKAGE}.")
-    modules = set(accumulate(PUBLIC.get(name, name).split("."), "{}.{}".format))
-    return path if modules.isdisjoint(modules_with_lightning()) else f"{SECOND}.{name}"
-
-
-def translate_source(text: str) -> str:
-    """Return a text with the other name in each import and dotted path, on the same lines."""
-
-    def translate_from(found: re.Match[str]) -> str:
-        module, members = found.groups()
-        paths = {translate(f"{module}.{name}") for name in re.findall(r"\w+", members)}
-        is_second = any(path.startswith(SECOND) for path in paths)
-        return f"from {module.replace(PACKAGE, SECOND, 1) if is_second else module} import {members}"
-
-    return _PATH.sub(lambda found: translate(found[0]), _FROM.sub(translate_from, text))
-
-
-def name_under(lightning: str, text: str) -> str:
-    """Return a dotted path of Lightning or of this package under one name of Lightning; other texts as they are."""
-    if not _NAME.fullmatch(text):
-        return text
-    first = text.replace(f"{SECOND}.", f"{PACKAGE}.")
-    for name, other in _LIGHTNING.items():
-        first = re.sub(rf"^{other}\b", name, first)
-    return first if PACKAGES[lightning] == PACKAGE else translate_source(first)
-
-
-def lightning_of(kind: type) -> str | None:
-    """Return the name of the Lightning that a class derives from, or None."""
-    modules = [f"{base.__module__}." for base in kind.__mro__]
-    return next((name for name in PACKAGES if any(module.startswith(f"{name}.") for module in modules)), None)
+# ---------------------------------------------------------------- the choice
 
 
 def find_lightning() -> str:
-    """Return the name of Lightning that is imported already, or else that is installed, preferably the first."""
-    for name in PACKAGES:
-        if name in sys.modules:
-            return name
-    for name in PACKAGES:
-        if _is_installed(name):
-            return name
-    raise ModuleNotFoundError(_describe_missing(PACKAGE, *PACKAGES))
+    """Return the name of Lightning that is chosen, else imported already, else installed, preferably the first."""
+    candidates = [name for name in NAMES if name in sys.modules] or [*filter(_is_installed, NAMES)]
+    if not candidates:
+        first, second = DISTRIBUTIONS.values()
+        raise ModuleNotFoundError(
+            f"`{PACKAGE}` needs Lightning, and neither `{first}` nor `{second}` is installed. Run `pip install {first}`"
+            f" or `pip install {second}`.",
+            name="lightning",
+        )
+    return _chosen or candidates[0]
 
 
 def _is_installed(lightning: str) -> bool:
     return importlib.util.find_spec(lightning.partition(".")[0]) is not None
 
 
-def _describe_missing(what: str, lightning: str, other: str) -> str:
-    command = f"pip install {DISTRIBUTIONS[lightning]}"
-    if not _is_installed(other):
-        return (
-            f"`{what}` needs Lightning, and neither `{DISTRIBUTIONS[lightning]}` nor `{DISTRIBUTIONS[other]}` is"
-            f" installed. Run `{command}` or `pip install {DISTRIBUTIONS[other]}`."
-        )
-    return (
-        f"`{what}` is for programs that import `{lightning}`, which is not installed. Import from"
-        f" `{PACKAGES[other]}` instead, which is for `{other}`, or run `{command}`."
-    )
+def choose(lightning: str | None = None) -> str:
+    """Choose the Lightning of this process, by default the one that `find_lightning` returns; return its name.
 
-
-# ---------------------------------------------------------------- a second copy of the modules that need Lightning
-
-
-class _SecondNameLoader(InspectLoader):
-    """Loads a file of this package with the other names; tracebacks and debuggers show the file itself.
-
-    Without a cache of bytecode: `pip uninstall` would leave its files behind, and with them the folder of the package.
+    Raises:
+        ImportError: If the other one has been chosen before.
     """
-
-    def __init__(self, loader: Any, path: str) -> None:
-        self._loader = loader
-        self._path = path
-
-    def is_package(self, fullname: str) -> bool:
-        return bool(self._loader.is_package(fullname))
-
-    def get_source(self, fullname: str) -> str:
-        return str(self._loader.get_source(fullname))
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(translate_source(self.get_source(fullname)), self._path)
+    global _chosen
+    wanted = lightning or find_lightning()
+    if _chosen not in (None, wanted):
+        raise ImportError(f"`{PACKAGE}` already works for `{_chosen}` in this process. {_remedy(wanted)}")
+    _chosen = wanted
+    return wanted
 
 
-class _SharedLoader(Loader):
-    """Gives a module that does not need Lightning a second name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(self._name)  # instead of the empty module
+def _remedy(wanted: str) -> str:
+    module = f"{PACKAGE}.pytorch_lightning" if wanted == SECOND else wanted
+    return f"Import `{module}` before anything else of `{PACKAGE}`; a process uses one of Lightning's two names."
 
 
-class _PackageFinder(MetaPathFinder):
-    """Finds modules below `lightning_ddp_ext.pytorch_lightning`; an error says what to install for either name."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        lightning = next((name for name in reversed(PACKAGES) if fullname.startswith(f"{PACKAGES[name]}.")), None)
-        if lightning is None or fullname in PACKAGES.values():
-            return None
-        name = fullname.removeprefix(f"{PACKAGES[lightning]}.")
-        if PUBLIC.get(name, name) in modules_with_lightning() and not _is_installed(lightning):
-            (other,) = PACKAGES.keys() - {lightning}
-            missing = lightning.partition(".")[0]
-            raise ModuleNotFoundError(_describe_missing(fullname, lightning, other), name=missing)
-        if PACKAGES[lightning] == PACKAGE:
-            return None
-        spec = PathFinder.find_spec(fullname, path or sys.modules[PACKAGE].__path__)
-        if spec is None or spec.origin is None:
-            return None
-        # Packages are never shared, because the modules below them become their attributes.
-        if spec.submodule_search_locations is None and name not in modules_with_lightning():
-            return ModuleSpec(fullname, _SharedLoader(f"{PACKAGE}.{name}"))
-        spec.loader = _SecondNameLoader(spec.loader, spec.origin)
-        spec.cached = None
-        return spec
+def name_under(lightning: str, text: str) -> str:
+    """Return a dotted path of Lightning under one of its names; other texts as they are."""
+    for other in NAMES:
+        for name, replacement in ((other, lightning), (FABRICS[other], FABRICS[lightning])):
+            if re.fullmatch(rf"{re.escape(name)}(\.\w+)+", text):
+                return replacement + text.removeprefix(name)
+    return text
 
 
-def get_public(lightning: str, name: str) -> Any:
-    """Return a public name of the package for one name of Lightning, whose module is imported now."""
-    package = PACKAGES[lightning]
-    try:
-        if name in PUBLIC:
-            return getattr(importlib.import_module(f"{package}.{PUBLIC[name]}"), name)
-        if name in ("callbacks", "fabric") or f"{package}.{name}" == SECOND:
-            return importlib.import_module(f"{package}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in LIBRARIES:
-            raise
-        # For `getattr` with a default. `from ... import` then asks `_PackageFinder`, whose error is the same.
-        raise AttributeError(str(error)) from error
-    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+def lightning_of(kind: type) -> str | None:
+    """Return the name of the Lightning that a class derives from, or None."""
+    modules = [f"{base.__module__}." for base in kind.__mro__]
+    return next((name for name in NAMES if any(module.startswith(f"{name}.") for module in modules)), None)
+
+
+def get_public(name: str) -> Any:
+    """Return a public name of the package, whose module is imported now."""
+    if name in PUBLIC:
+        return getattr(importlib.import_module(f"{PACKAGE}.{PUBLIC[name]}"), name)
+    if name in ("callbacks", "fabric", "pytorch_lightning"):
+        return importlib.import_module(f"{PACKAGE}.{name}")
+    raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
 
 
 # ---------------------------------------------------------------- what either Lightning learns when it is imported
@@ -236,16 +119,16 @@ def get_public(lightning: str, name: str) -> Any:
 
 def _register_strategies(lightning: str, module: ModuleType) -> None:
     """Register the names of the strategies in the module `strategies` of a Lightning or of its Fabric."""
-    is_fabric = module.__name__ == f"{_FABRICS[lightning]}.strategies"
-    package = f"{PACKAGES[lightning]}.fabric" if is_fabric else PACKAGES[lightning]
+    is_fabric = module.__name__ == f"{FABRICS[lightning]}.strategies"
     registry = module.STRATEGY_REGISTRY if is_fabric else module.StrategyRegistry
     for name, class_name in STRATEGIES.items():
         if not (is_fabric and name == "balanced_dp"):  # it is for the Trainer only
-            make = functools.partial(_make, package, class_name)
+            make = functools.partial(_make, lightning, f"{PACKAGE}.fabric" if is_fabric else PACKAGE, class_name)
             registry.register(name, make, description=class_name, override=True)
 
 
-def _make(package: str, class_name: str, **options: Any) -> Any:
+def _make(lightning: str, package: str, class_name: str, **options: Any) -> Any:
+    choose(lightning)
     return getattr(importlib.import_module(package), class_name)(**options)
 
 
@@ -268,7 +151,7 @@ def _check_arguments(lightning: str, module: ModuleType) -> None:
             raise ValueError(f"`strategy={strategy!r}` does not exist.{remedy}")
         construct(made, *args, **options)
 
-    strategies = sys.modules[f"{_FABRICS[lightning] if is_fabric else lightning}.strategies"]
+    strategies = sys.modules[f"{FABRICS[lightning] if is_fabric else lightning}.strategies"]
     registry = strategies.STRATEGY_REGISTRY if is_fabric else strategies.StrategyRegistry
     kind.__init__ = construct_checked
 
@@ -279,20 +162,19 @@ def _refuse_other(lightning: str, is_fabric: bool, argument: str, value: object)
     kind = next((one for one in given.__mro__ if f"{one.__module__}.".startswith(f"{PACKAGE}.")), None)
     if kind is None:
         return
-    of = "pytorch_lightning" if f"{kind.__module__}.".startswith(f"{SECOND}.") else "lightning.pytorch"
-    name, module = kind.__name__, kind.__module__.removeprefix(f"{PACKAGES[of]}.")
+    name, module = kind.__name__, kind.__module__.removeprefix(f"{PACKAGE}.")
     of_fabric = module.startswith("fabric.") if argument == "strategy" else is_fabric
-    ends = (of, of_fabric), (lightning, is_fabric)
-    if ends[0] != ends[1]:
-        if argument == "strategy" and is_fabric:
-            public = f"fabric.{_IN_FABRIC.get(name, name)}"
-        else:
-            folder = "callbacks" if module.startswith("callbacks.") else module
-            public = name if name in PUBLIC else f"{folder}.{name}"
-        made, own = (f"{_FABRICS[end]}.Fabric" if in_fabric else f"{end}.Trainer" for end, in_fabric in ends)
+    own = f"{FABRICS[lightning]}.Fabric" if is_fabric else f"{lightning}.Trainer"
+    if _chosen not in (None, lightning):
+        raise TypeError(
+            f"`{argument}` has a `{given.__name__}` for `{_chosen}`, and this is `{own}`. {_remedy(lightning)}"
+        )
+    if of_fabric != is_fabric:
+        made = f"{lightning}.Trainer" if is_fabric else f"{FABRICS[lightning]}.Fabric"
+        public = f"fabric.{_IN_FABRIC.get(name, name)}" if is_fabric else name if name in PUBLIC else f"{module}.{name}"
         raise TypeError(
             f"`{argument}` has a `{given.__name__}` that is made for `{made}`, and this is `{own}`."
-            f" Use `{PACKAGES[lightning]}.{public}`."
+            f" Use `{PACKAGE}.{public}`."
         )
     if given is value:
         raise TypeError(f"`{argument}` has the class `{given.__name__}`. Pass an object: `{given.__name__}()`.")
@@ -301,12 +183,12 @@ def _refuse_other(lightning: str, is_fabric: bool, argument: str, value: object)
 # By the module of Lightning after whose import they are called, with the name of Lightning.
 _CALLED: dict[str, Callable[[ModuleType], None]] = {
     f"{prefix}.{module}": functools.partial(call, lightning)
-    for lightning in PACKAGES
+    for lightning in NAMES
     for prefix, module, call in (
         (lightning, "strategies", _register_strategies),
         (lightning, "trainer", _check_arguments),
-        (_FABRICS[lightning], "strategies", _register_strategies),
-        (_FABRICS[lightning], "fabric", _check_arguments),
+        (FABRICS[lightning], "strategies", _register_strategies),
+        (FABRICS[lightning], "fabric", _check_arguments),
     )
 }
 
@@ -333,10 +215,10 @@ class _LightningFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Make the strategies known to each Lightning that is imported, or will be, and this package to either name."""
+    """Make the strategies known to each Lightning that is imported, or will be."""
     if any(isinstance(finder, _LightningFinder) for finder in sys.meta_path):
         return
     for name, call in _CALLED.items():
         if (module := sys.modules.get(name)) is not None:
             call(module)
-    sys.meta_path[:0] = [_PackageFinder(), _LightningFinder()]
+    sys.meta_path.insert(0, _LightningFinder())

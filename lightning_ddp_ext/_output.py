@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities import rank_zero_info as log_on_rank_zero
 from tqdm import tqdm
 
-from lightning_ddp_ext._import_names import PACKAGES
+from lightning_ddp_ext._import_names import NAMES
+from lightning_ddp_ext._lightning import rank_zero_info as log_on_rank_zero
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ def above_progress_bar() -> Iterator[None]:
     """Write to stdout, stderr and the log above a progress bar, if one is shown."""
     # While Rich shows a bar, it has replaced `sys.stderr`, but handlers of loggers still write to the stream before.
     replaced = getattr(sys.stderr, "rich_proxied_file", None)
-    handlers = [one for name in ("", *PACKAGES) for one in logging.getLogger(name).handlers]
+    handlers = [one for name in ("", *NAMES) for one in logging.getLogger(name).handlers]
     moved = [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is replaced is not None]
     for handler in moved:
         handler.setStream(sys.stderr)

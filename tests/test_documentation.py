@@ -73,7 +73,7 @@ def test_the_conda_recipe_has_the_version_and_the_bounds_of_the_package():
 def test_programs_of_pages_import_names_of_the_package_that_exist():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [
-        (page.name, node.module, name.name)
+        (page.name, node.module.replace(".pytorch_lightning", ""), name.name)  # the same names, for another process
         for page in pages
         for code in re.findall(r"^( *```python\n.*?)```", page.read_text(), re.DOTALL | re.MULTILINE)
         for node in ast.walk(ast.parse(textwrap.dedent(code).removeprefix("```python\n")))

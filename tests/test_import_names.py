@@ -1,17 +1,11 @@
-"""Both import names of Lightning: two Trainers, one package, in one process and in processes of their own."""
+"""Both import names of Lightning: a process uses one, whichever the program imports."""
 
+import ast
 import importlib
-import inspect
 import json
-import linecache
 import os
-import pickle
-import pkgutil
-import shutil
 import subprocess
 import sys
-import textwrap
-import traceback
 from pathlib import Path
 
 import pytest
@@ -19,174 +13,102 @@ import torch
 from omegaconf import OmegaConf
 
 import lightning_ddp_ext
-from lightning_ddp_ext import _import_names
+from lightning_ddp_ext import callbacks, fabric
+from lightning_ddp_ext._import_names import DISTRIBUTIONS, FABRICS, FIRST, LIBRARIES, SECOND
 from lightning_ddp_ext.conf.schemas import choose_lightning, use_lightning
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.cpu_only("is about names")]
 
-FIRST, SECOND = _import_names.PACKAGES
 PACKAGE = Path(lightning_ddp_ext.__file__).parent
-WITH_LIGHTNING = sorted(_import_names.modules_with_lightning())
 
 
-def package_of(lightning):
-    return importlib.import_module(_import_names.PACKAGES[lightning])
+def run(program, *arguments, limit=280, **options):
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, **options.pop("env", {})}
+    command = [sys.executable, *program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def all_modules():
-    paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
-    names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
-    return sorted({*names} - {"__init__", "__main__", "pytorch_lightning"})
+# ---------------------------------------------------------------- one list of names, twice
 
 
-def train(lightning, strategy):
-    """Train on two replicas by the Trainer of a Lightning; returns the Trainer and the parameters."""
-    pl, demos = (importlib.import_module(name) for name in (lightning, f"{lightning}.demos.boring_classes"))
-    torch.manual_seed(1)
-    model = demos.BoringModel()
-    trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_steps=4, limit_val_batches=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model)
-    return trainer, model.layer.weight.detach()
+def imports_of(statements):
+    return [ast.unparse(node) for node in statements]
 
 
-# ---------------------------------------------------------------- in one process
+def test_both_lists_of_names_are_alike_and_no_other_module_imports_lightning():
+    importing = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        modules |= {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
+        if {str(module).partition(".")[0] for module in modules} & LIBRARIES:
+            importing.add(path.name)
+            (choice,) = (node for node in tree.body if isinstance(node, ast.If))
+            firsts = "\n".join(imports_of(choice.body))
+            assert firsts.replace(FIRST, SECOND).replace(FABRICS[FIRST], FABRICS[SECOND]) == "\n".join(
+                imports_of(choice.orelse)
+            )
+    assert importing == {"_lightning.py", "lightning_names.py"}
 
 
-def test_both_trainers_train_alike_in_one_process():
-    trained = []
-    for lightning in (FIRST, SECOND):
-        kind = package_of(lightning).BalancedDataParallelStrategy
-        for strategy in ("balanced_dp", kind(split=[1, 3])):
-            trainer, parameters = train(lightning, strategy)
-            assert isinstance(trainer.strategy, kind)
-            trained.append(parameters)
-    assert torch.equal(trained[0], trained[2])
-    assert torch.equal(trained[1], trained[3])
-    assert package_of(FIRST).DDPJoinStrategy is not package_of(SECOND).DDPJoinStrategy
-    for lightning in (FIRST, SECOND):
-        registry = importlib.import_module(f"{lightning}.strategies").StrategyRegistry
-        for name, kind in _import_names.STRATEGIES.items():
-            assert type(registry.get(name)) is getattr(package_of(lightning), kind)
+# ---------------------------------------------------------------- refusals
+
+TRAINER = "from {0} import Trainer\nTrainer(accelerator='cpu', devices=2, logger=False, strategy={1})"
+JOIN, JOIN_OF_SECOND = (f"from lightning_ddp_ext{name} import DDPJoinStrategy" for name in ("", ".pytorch_lightning"))
+AFTER = "Import `{}` before anything else of `lightning_ddp_ext`; a process uses one of Lightning's two names."
+OTHERS = {
+    "sorted imports": (
+        f"{JOIN}\n{TRAINER.format(SECOND, 'DDPJoinStrategy()')}",
+        f"TypeError: `strategy` has a `DDPJoinStrategy` for `{FIRST}`, and this is `pytorch_lightning.Trainer`."
+        f" {AFTER.format('lightning_ddp_ext.pytorch_lightning')}",
+    ),
+    "the second first": (
+        f"import {SECOND}\n{JOIN}\n{TRAINER.format(FIRST, 'DDPJoinStrategy()')}",
+        f"TypeError: `strategy` has a `DDPJoinStrategy` for `{SECOND}`, and this is `lightning.pytorch.Trainer`."
+        f" {AFTER.format(FIRST)}",
+    ),
+    "a name": (
+        f"{JOIN_OF_SECOND}\n{TRAINER.format(FIRST, repr('ddp_join'))}",
+        f"ImportError: `lightning_ddp_ext` already works for `{SECOND}` in this process. {AFTER.format(FIRST)}",
+    ),
+    "both modules": (
+        f"{JOIN}\n{JOIN_OF_SECOND}",
+        f"ImportError: `lightning_ddp_ext` already works for `{FIRST}` in this process."
+        f" {AFTER.format('lightning_ddp_ext.pytorch_lightning')}",
+    ),
+}
 
 
-def make_objects(lightning):
-    package = package_of(lightning)
-    environment = package.ManualEnvironment(num_nodes=1, node_rank=0, main_address="node1")
-    base = importlib.import_module(f"{package.__name__}.strategies.base")
-    derived = type("Derived", (package.DDPJoinStrategy,), {})
-    return [
-        ("strategy", package.DDPJoinStrategy(), "DDPJoinStrategy"),
-        ("strategy", package.BalancedDataParallelStrategy(), "BalancedDataParallelStrategy"),
-        ("strategy", derived(), "DDPJoinStrategy"),
-        ("strategy", base.ConnectedDDPStrategy(), "strategies.base.ConnectedDDPStrategy"),
-        ("plugins", environment, "ManualEnvironment"),
-        ("plugins", [environment], "ManualEnvironment"),
-        ("callbacks", package.callbacks.JoinReport(), "callbacks.JoinReport"),
-        ("callbacks", [package.callbacks.ReplicaConsistency()], "callbacks.ReplicaConsistency"),
-    ]
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(FIRST, SECOND), (SECOND, FIRST)])
-def test_an_object_for_the_other_trainer_is_refused_with_the_right_import(ours, theirs):
-    options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
-    for argument, value, public in make_objects(theirs):
-        remedy = f"this is `{ours}.Trainer`. Use `{_import_names.PACKAGES[ours]}.{public}`."
-        with pytest.raises(TypeError) as raised:
-            importlib.import_module(ours).Trainer(**options, **{argument: value})
-        assert str(raised.value).startswith(f"`{argument}` has a `")
-        assert str(raised.value).endswith(remedy)
-        importlib.import_module(theirs).Trainer(**options, **{argument: value})
-        assert pkgutil.resolve_name(f"{_import_names.PACKAGES[ours]}.{public}") is not None
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_the_other_lightning_is_refused_with_a_remedy(case):
+    program, expected = OTHERS[case]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.stderr.strip().splitlines()[-1] == expected
 
 
 def test_a_strategy_of_fabric_for_a_trainer_and_the_reverse_are_refused_with_the_right_import():
-    for name in (FIRST, SECOND):
-        fabrics = importlib.import_module(_import_names._FABRICS[name])
-        package, trainer = package_of(name), importlib.import_module(name).Trainer
-        ours = _import_names.PACKAGES[name]
-        for strategy, public in (
-            (package.DDPJoinStrategy(), "DDPJoinStrategy"),
-            (package.BalancedDataParallelStrategy(), "BalancedDDPStrategy"),
-            (package.BalancedDataParallelStrategy, "BalancedDDPStrategy"),
-            (package.ExplicitDDPStrategy(), "DDPCheckpointStrategy"),
-        ):
-            message = rf"made for `{name}\.Trainer`, and this is `\S+\.Fabric`\. Use `{ours}\.fabric\.{public}`"
-            assert hasattr(package.fabric, public)
-            with pytest.raises(TypeError, match=message):
-                fabrics.Fabric(strategy=strategy, accelerator="cpu")
-        for strategy in (package.fabric.DDPJoinStrategy(), package.fabric.DDPJoinStrategy):
-            with pytest.raises(TypeError, match=rf"this is `{name}\.Trainer`\. Use `{ours}\.DDPJoinStrategy`"):
-                trainer(strategy=strategy, accelerator="cpu", logger=False)
-        for make, kind in ((trainer, package.DDPJoinStrategy), (fabrics.Fabric, package.fabric.DDPJoinStrategy)):
-            with pytest.raises(TypeError, match=r"has the class `DDPJoinStrategy`. Pass an object: `DDPJoinStrategy\("):
-                make(strategy=kind, accelerator="cpu")
-        fabrics.Fabric(accelerator="cpu", strategy=package.fabric.DDPJoinStrategy(), devices=2)
-
-
-def test_errors_and_what_needs_no_lightning_are_shared():
-    second = package_of(SECOND)
-    assert second.__all__ == lightning_ddp_ext.__all__
-    for name in lightning_ddp_ext.__all__:
-        ours, theirs = getattr(lightning_ddp_ext, name), getattr(second, name)
-        needs = _import_names.PUBLIC.get(name) in WITH_LIGHTNING
-        assert (ours is theirs) is not needs, name
-    assert {*lightning_ddp_ext.__all__} <= {*dir(second)} & {*dir(lightning_ddp_ext)}
-    trainer = importlib.import_module(SECOND).Trainer
-    with pytest.raises(lightning_ddp_ext.UnsupportedFeatureError):
-        trainer(strategy="balanced_dp", devices=2, accelerator="cpu", sync_batchnorm=True, logger=False)
-
-
-def test_every_module_has_a_second_name():
-    assert len(WITH_LIGHTNING) > 40
-    assert {"strategies.ddp_join", "cli.train", "_compat.lightning"} <= {*WITH_LIGHTNING}
-    assert not {"errors", "cli.main", "cli.settings", "reducer.gradient_reducer"} & {*WITH_LIGHTNING}
-    for name in all_modules():
-        ours, theirs = (importlib.import_module(f"{package}.{name}") for package in _import_names.PACKAGES.values())
-        is_copied = name in WITH_LIGHTNING or hasattr(ours, "__path__")
-        assert (theirs is not ours) == is_copied, name
-        assert theirs.__file__ == ours.__file__, name
-    with pytest.raises(ModuleNotFoundError, match="No module named"):
-        importlib.import_module("lightning_ddp_ext.pytorch_lightning.nonsense")
-
-
-def test_nothing_of_the_first_name_is_left_in_a_second_copy():
-    found = []
-    for name in WITH_LIGHTNING:
-        module = importlib.import_module(f"lightning_ddp_ext.pytorch_lightning.{name}")
-        text = _import_names.translate_source(inspect.getsource(module))
-        assert len(text.splitlines()) == len(Path(module.__file__).read_text().splitlines())
-        objects = [value for value in vars(module).values() if isinstance(getattr(value, "__module__", None), str)]
-        found += [(name, value) for value in objects if f"{value.__module__}.".startswith("lightning.")]
-        first = [value.__module__ for value in objects if value.__module__.startswith("lightning_ddp_ext.")]
-        found += [(name, one) for one in first if one.removeprefix("lightning_ddp_ext.") in WITH_LIGHTNING]
-    assert found == []
-
-
-def test_a_traceback_shows_the_file_and_the_line():
-    kind = package_of(SECOND).BalancedDataParallelStrategy
-    lines = []
-    for package in _import_names.PACKAGES.values():
-        with pytest.raises(ValueError, match="exclude each other") as raised:
-            importlib.import_module(package).BalancedDataParallelStrategy(gpu0_batch_size=1, split=[1, 2])
-        frames = traceback.extract_tb(raised.value.__traceback__)[1:]
-        assert all(Path(frame.filename).is_relative_to(PACKAGE) for frame in frames)
-        assert all(linecache.getline(frame.filename, frame.lineno).strip() == frame.line for frame in frames)
-        lines.append([(frame.filename, frame.lineno) for frame in frames])
-    assert lines[0] == lines[1]
-    assert len(lines[0]) > 1
-    assert inspect.getsource(kind) == inspect.getsource(lightning_ddp_ext.BalancedDataParallelStrategy)
-
-
-def test_objects_of_both_packages_are_pickled_by_their_module():
-    for lightning in (FIRST, SECOND):
-        package = package_of(lightning)
-        for kind in (package.DDPJoinStrategy, package.ManualEnvironment, package.callbacks.JoinReport):
-            assert pickle.loads(pickle.dumps(kind)) is kind
-        report = pickle.loads(pickle.dumps(package.callbacks.JoinReport()))
-        assert type(report) is package.callbacks.JoinReport
+    trainer, own_fabric = importlib.import_module(FIRST).Trainer, importlib.import_module(FABRICS[FIRST]).Fabric
+    for strategy, public in (
+        (lightning_ddp_ext.DDPJoinStrategy(), "DDPJoinStrategy"),
+        (lightning_ddp_ext.BalancedDataParallelStrategy, "BalancedDDPStrategy"),
+        (lightning_ddp_ext.ExplicitDDPStrategy(), "DDPCheckpointStrategy"),
+    ):
+        message = rf"made for `\S+\.Trainer`, and this is `\S+\.Fabric`\. Use `lightning_ddp_ext\.fabric\.{public}`"
+        assert hasattr(fabric, public)
+        with pytest.raises(TypeError, match=message):
+            own_fabric(strategy=strategy, accelerator="cpu")
+    with pytest.raises(TypeError, match=r"this is `\S+\.Trainer`\. Use `lightning_ddp_ext\.DDPJoinStrategy`"):
+        trainer(strategy=fabric.DDPJoinStrategy(), accelerator="cpu", logger=False)
+    for make, kind in ((trainer, lightning_ddp_ext.DDPJoinStrategy), (own_fabric, fabric.DDPJoinStrategy)):
+        with pytest.raises(TypeError, match=r"has the class `DDPJoinStrategy`. Pass an object: `DDPJoinStrategy\("):
+            make(strategy=kind, accelerator="cpu")
+    with pytest.raises(TypeError, match="has the class `JoinReport`"):
+        trainer(callbacks=[callbacks.JoinReport], accelerator="cpu", logger=False)
+    own_fabric(accelerator="cpu", strategy=fabric.DDPJoinStrategy(), devices=2)
 
 
 # ---------------------------------------------------------------- names in configurations
@@ -194,11 +116,8 @@ def test_objects_of_both_packages_are_pickled_by_their_module():
 NAMES = {
     "lightning.pytorch.Trainer": "pytorch_lightning.Trainer",
     "lightning.fabric.plugins.CheckpointIO": "lightning_fabric.plugins.CheckpointIO",
-    "lightning_ddp_ext.DDPJoinStrategy": "lightning_ddp_ext.pytorch_lightning.DDPJoinStrategy",
-    "lightning_ddp_ext.callbacks.JoinReport": "lightning_ddp_ext.pytorch_lightning.callbacks.JoinReport",
-    "lightning_ddp_ext.demo.digits.DigitsCNN": "lightning_ddp_ext.pytorch_lightning.demo.digits.DigitsCNN",
 }
-SAME = ["lightning_ddp_ext.GradientReducer", "my.lightning.pytorch.Net", "lightning", "cpu", "my.pytorch_lightning.Net"]
+SAME = ["lightning_ddp_ext.DDPJoinStrategy", "my.lightning.pytorch.Net", "lightning", "cpu", "my.pytorch_lightning.Net"]
 
 
 def test_paths_in_a_configuration_get_the_name_of_the_run():
@@ -209,8 +128,6 @@ def test_paths_in_a_configuration_get_the_name_of_the_run():
         assert node.list == expected
         assert list(node["values"].values()) == expected + SAME
         assert (node.seed, node.link) == (1, 1)
-    for path in NAMES.items():
-        assert pkgutil.resolve_name(path[0]) is not pkgutil.resolve_name(path[1])
 
 
 def test_the_command_follows_the_class_of_the_model():
@@ -242,71 +159,40 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 """
 
 
-def run(program, *arguments, limit=280, **options):
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, **options.pop("env", {})}
-    done = subprocess.run(
-        [sys.executable, *program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        env=environment,
-        **options,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 IMPORTS = """
-import importlib
+import lightning_ddp_ext
+from lightning_ddp_ext import DDPExtError, GradientReducer
 for statement in {statements}:
     try:
         exec(statement)
         print("ok")
     except ImportError as error:
         print(error)
-import lightning_ddp_ext
-print(getattr(lightning_ddp_ext, "DDPJoinStrategy", None), "lightning" in sys.modules)
 """
 STATEMENTS = [
-    "from lightning_ddp_ext import DDPExtError",
     "from lightning_ddp_ext import DDPJoinStrategy",
     "from lightning_ddp_ext.callbacks import JoinReport",
-    "from lightning_ddp_ext.pytorch_lightning import DDPJoinStrategy",
     "from lightning_ddp_ext.pytorch_lightning.callbacks import JoinReport",
 ]
 
 
 @pytest.mark.slow
-def test_an_import_without_its_lightning_says_what_to_install():
+def test_an_import_without_lightning_says_what_to_install():
     def messages(*missing):
-        program = WITHOUT.format(missing=set(missing)) + IMPORTS.format(statements=STATEMENTS)
-        return run(["-c", program]).splitlines()
+        return run(["-c", WITHOUT.format(missing=set(missing)) + IMPORTS.format(statements=STATEMENTS)]).splitlines()
 
-    neither = messages(*_import_names.LIBRARIES)
-    assert neither[0] == "ok"
-    for line, lightning in zip(neither[1:5], (FIRST, FIRST, SECOND, SECOND), strict=True):
-        assert line.startswith(f"`{_import_names.PACKAGES[lightning]}.")
-        assert "needs Lightning, and neither `" in line
-        assert "`pip install lightning`" in line
-        assert "`pip install pytorch-lightning`" in line
-    assert neither[5] == "None False"
-    without = messages("lightning")
-    for line in without[1:3]:
-        assert "is for programs that import `lightning.pytorch`, which is not installed. Import from" in line
-        assert "`lightning_ddp_ext.pytorch_lightning` instead" in line
-    assert [without[0], *without[3:]] == ["ok", "ok", "ok", "None False"]
-    without = messages("pytorch_lightning", "lightning_fabric")
-    assert without[:3] == ["ok", "ok", "ok"]
-    for line in without[3:5]:
-        assert "is for programs that import `pytorch_lightning`, which is not installed. Import from" in line
-        assert "`lightning_ddp_ext` instead" in line
+    message = "`lightning_ddp_ext` needs Lightning, and neither `{}` nor `{}` is installed. Run `pip install {}` or"
+    neither = messages(*LIBRARIES)
+    assert all(line.startswith(message.format(*DISTRIBUTIONS.values(), "lightning")) for line in neither)
+    assert len(neither) == 3
+    assert messages("lightning") == ["ok", "ok", "ok"]
+    *firsts, second = messages("pytorch_lightning", "lightning_fabric")
+    assert firsts == ["ok", "ok"]
+    assert second.startswith(f"`lightning_ddp_ext` already works for `{FIRST}`")
 
 
 def test_the_command_without_lightning_says_what_to_install():
-    program = (
-        f"{WITHOUT.format(missing=set(_import_names.LIBRARIES))}\nfrom lightning_ddp_ext.__main__ import main\nmain()"
-    )
+    program = f"{WITHOUT.format(missing=set(LIBRARIES))}\nfrom lightning_ddp_ext.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("lightning-ddp-ext: `lightning_ddp_ext` needs Lightning, and neither `lightning` nor")
@@ -371,81 +257,38 @@ def main(method):
     )
     trainer.fit(model, DataLoader(data, batch_size=4))
 """
-START = """
-import importlib
-import sys
-
-method, imported, *programs = sys.argv[1:]
-for name in imported.split():
-    importlib.import_module(name)
-modules = [importlib.import_module(program) for program in programs]
-if __name__ == "__main__":
-    for module in modules:
-        module.main(method)
-"""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-PROGRAMS = {"first": FIRST, "second": SECOND}
+# How ranks start, which strategy, and the modules that the program imports before the others.
+STARTS = {
+    "ddp_join": ("ddp_join", "lightning_ddp_ext"), "balanced_dp": ("balanced_dp", "lightning_ddp_ext"),
+    "torchrun": ("ddp_join", ""), "spawn": ("spawn", ""), "fork": ("fork", ""), "forkserver": ("forkserver", ""),
+}  # fmt: skip
 
 
-def run_programs(folder, launcher, method, *programs, imports=""):
-    """Train in one process by the programs of some names; returns for each what its ranks have written."""
+def train(folder, lightning, start):
+    """Train in a process by the program of a name; return what its ranks have written."""
     folder.mkdir()
-    (folder / "start.py").write_text(START)
-    for program, lightning in PROGRAMS.items():
-        names = {"package": _import_names.PACKAGES[lightning], "lightning": lightning}
-        (folder / f"{program}.py").write_text(PROGRAM.format(**names, libraries={*_import_names.LIBRARIES}))
-    run([*launcher, "start.py", method, imports, *programs], cwd=folder)
-    return [[json.loads(path.read_text()) for path in sorted(folder.glob(f"{one}*.json"))] for one in programs]
+    package = "lightning_ddp_ext" if lightning == FIRST else "lightning_ddp_ext.pytorch_lightning"
+    program = PROGRAM.format(package=package, lightning=lightning, libraries={*LIBRARIES})
+    (folder / "program.py").write_text(program)
+    method, imported = STARTS[start]
+    begin = f"import importlib, sys\nfor name in {imported.split()!r}:\n    importlib.import_module(name)\n"
+    (folder / "start.py").write_text(f"{begin}import program\nif __name__ == '__main__':\n    program.main({method!r})")
+    run([*(TORCHRUN if start == "torchrun" else []), "start.py"], cwd=folder)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("program*.json"))]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", ["ddp_join", "torchrun", "spawn", "fork", "forkserver"])
-def test_ranks_import_the_lightning_of_the_program_only_and_train_alike(method, tmp_path):
-    launcher, given = (TORCHRUN, "ddp_join") if method == "torchrun" else ([], method)
-    (first,) = run_programs(tmp_path / "1", launcher, given, "first")
-    (second,) = run_programs(tmp_path / "2", launcher, given, "second")
-    assert [rank[0] for rank in first] == [["lightning"]] * 2
-    assert [rank[0] for rank in second] == [["lightning_fabric", "pytorch_lightning"]] * 2
-    assert [rank[3] for rank in first] == [22, 20]
-    assert first[0][1:3] == first[1][1:3]
-    both = run_programs(tmp_path / "both", launcher, given, "first", "second")
-    for ranks in (second, *both):
-        assert [rank[1:] for rank in ranks] == [rank[1:] for rank in first]
-
-
-ORDERS = [
-    ("lightning_ddp_ext", FIRST, SECOND), ("lightning_ddp_ext", SECOND, FIRST), (FIRST, "lightning_ddp_ext", SECOND),
-    (SECOND, "lightning_ddp_ext", FIRST), (FIRST, SECOND, "lightning_ddp_ext"),
-    ("lightning_ddp_ext.pytorch_lightning", FIRST, SECOND),
-    ("lightning_ddp_ext.pytorch_lightning.callbacks", "lightning_ddp_ext.callbacks"),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
-def test_both_names_train_alike_in_one_process_whatever_is_imported_first(order, tmp_path):
-    first, second = run_programs(tmp_path / "both", [], "balanced_dp", "first", "second", imports=" ".join(order))
-    assert first == second != []
-
-
-@pytest.mark.slow
-def test_the_package_works_in_a_zip_file(tmp_path):
-    shutil.make_archive(str(tmp_path / "package"), "zip", PACKAGE.parent, PACKAGE.name)
-    program = textwrap.dedent("""
-        import traceback
-        from lightning_ddp_ext.pytorch_lightning import BalancedDataParallelStrategy
-        import pytorch_lightning
-        print(BalancedDataParallelStrategy.__module__)
-        assert issubclass(BalancedDataParallelStrategy, pytorch_lightning.strategies.Strategy)
-        try:
-            BalancedDataParallelStrategy(gpu0_batch_size=1, split=[1, 2])
-        except ValueError as error:
-            print(traceback.extract_tb(error.__traceback__)[-1].line)
-    """)
-    printed = run(["-c", program], env={"PYTHONPATH": str(tmp_path / "package.zip")}, cwd=tmp_path).splitlines()
-    assert printed[0] == "lightning_ddp_ext.pytorch_lightning.strategies.balanced_dp"
-    assert printed[1].startswith("raise ValueError(")
+@pytest.mark.parametrize("start", STARTS)
+def test_ranks_import_the_lightning_of_the_program_only_and_train_alike(start, tmp_path):
+    first, second = (train(tmp_path / name, name, start) for name in (FIRST, SECOND))
+    assert all(rank[0] == ["lightning"] for rank in first)
+    assert all(rank[0] == ["lightning_fabric", "pytorch_lightning"] for rank in second)
+    assert [rank[1:] for rank in first] == [rank[1:] for rank in second] != []
+    if start != "balanced_dp":
+        assert [rank[3] for rank in first] == [22, 20]
+        assert first[0][1:3] == first[1][1:3]
 
 
 TYPED = """

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPJoinStrategy
-from lightning_ddp_ext._import_names import PACKAGES
+from lightning_ddp_ext._import_names import NAMES
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
 from tests.parity import Classifier, dataset, quiet_trainer
 
@@ -51,7 +51,7 @@ def show_on_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    for name in PACKAGES:  # Lightning logs to the one that was imported last
+    for name in NAMES:  # Lightning logs to the one that was imported last
         monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.StreamHandler(screen)])
     return screen
 
@@ -69,7 +69,7 @@ BARS = {"rich": lambda: RichProgressBar(refresh_rate=1, leave=True), "tqdm": lam
 
 @pytest.mark.parametrize("bar", BARS)
 def test_a_progress_bar_overwrites_no_table_and_no_decision(monkeypatch, caplog, bar):
-    for name in PACKAGES:
+    for name in NAMES:
         caplog.set_level(logging.INFO, name)
     terminal = show_on_terminal(monkeypatch)
     loader = DataLoader(dataset(64), batch_size=4)

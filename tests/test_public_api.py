@@ -66,7 +66,7 @@ def imports_of(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-UPSTREAM = ["lightning", "torch", "torchmetrics"]
+UPSTREAM = ["lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"]
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder, or a module beside the folders, imports from those to its right only.
 LAYERS = [
@@ -83,7 +83,7 @@ def test_imports_follow_the_order_of_folders():
         tree, place = ast.parse(path.read_text()), path.relative_to(PACKAGE).with_suffix("")
         for name in imports_of(tree):
             package, folder, module = (*name.split("."), "", "")[:3]
-            is_lightning = package == "lightning" or (folder == "_compat" and module.startswith("lightning"))
+            is_lightning = folder == "_lightning" or (folder == "_compat" and module.startswith("lightning"))
             is_upwards = {folder, place.parts[0]} <= {*LAYERS} and (LAYERS.index(folder) < LAYERS.index(place.parts[0]))
             is_private = package in UPSTREAM and any(part.startswith("_") for part in name.split("."))
             if (

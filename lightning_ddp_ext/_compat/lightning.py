@@ -5,19 +5,22 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import device as Device
 from torch import nn
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning_names import _BackwardSyncControl, _DeviceDtypeModuleMixin, _TunerExitException
+from lightning_ddp_ext._lightning import (
+    Accelerator,
+    CheckpointIO,
+    FabricStrategy,
+    LightningModule,
+    ParallelStrategy,
+    SIGTERMException,
+    Strategy,
+    Trainer,
+    is_param_in_hook_signature,
+)
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 # Attributes of a `LightningModule` that differ between replicas: the device, the cache of metric names, which is keyed

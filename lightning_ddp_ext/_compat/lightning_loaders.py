@@ -9,17 +9,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
+from lightning_ddp_ext._compat.lightning_names import _IndexBatchSamplerWrapper, _shutdown_workers_and_reset_iterator
 from lightning_ddp_ext._compat.torch import has_torchs_methods
 from lightning_ddp_ext._import_names import PACKAGE
+from lightning_ddp_ext._lightning import (
+    CombinedLoader,
+    DistributedSamplerWrapper,
+    MisconfigurationException,
+    Trainer,
+    UnrepeatedDistributedSamplerWrapper,
+)
 from lightning_ddp_ext.errors import DDPExtError, UnsupportedFeatureError
 
 

@@ -6,16 +6,11 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
+from lightning_ddp_ext._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync
+from lightning_ddp_ext._lightning import LightningModule, Trainer
 
 
 def logs_now(trainer: Trainer) -> bool:

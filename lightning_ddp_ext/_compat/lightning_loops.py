@@ -6,11 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop, replace_attributes
+from lightning_ddp_ext._lightning import PossibleUserWarning, Trainer
 
 
 def leaves_out_backward(trainer: Trainer) -> bool:

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
 from lightning_ddp_ext._compat.torch import BatchNorm, replaced_collectives
+from lightning_ddp_ext._lightning import Callback, DummyLogger, LightningModule, MixedPrecision, Trainer, rank_zero_warn
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.containers import to_device

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ddp_ext._lightning import BasePredictionWriter, LightningModule, Trainer
 from lightning_ddp_ext._validation import check_flag
 from lightning_ddp_ext.batches.sample_counts import as_indices, hash_of
 from lightning_ddp_ext.consistency import fingerprint_all

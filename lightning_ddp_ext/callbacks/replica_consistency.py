@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ddp_ext._lightning import (
+    Callback,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    LightningModule,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_flag, check_integer
 from lightning_ddp_ext.consistency import ReplicaDifference, find_difference, name_training_state

@@ -11,12 +11,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_logging import logs_now
 from lightning_ddp_ext._devices import peak_memory, reports_memory
+from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_ddp_ext._output import above_progress_bar, print_table
 from lightning_ddp_ext._validation import check_flag, check_path
 from lightning_ddp_ext.distributed.exchange import gather_objects

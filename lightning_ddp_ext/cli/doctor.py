@@ -20,13 +20,11 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from lightning_ddp_ext._lightning import NAME, ClusterEnvironment, DDPStrategy, FSDPStrategy, PossibleUserWarning
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
@@ -228,7 +226,7 @@ def doctor(arguments: Sequence[str]) -> int:
     """Run the command on this rank, print on rank 0, and return the exit code: 0 if all is well, otherwise 1."""
     options = _parse(arguments)
     # Lightning's messages at every start.
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger(NAME).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     with _own_output() as output:
         diagnosis = diagnose(options)
@@ -312,7 +310,7 @@ def diagnose(options: argparse.Namespace) -> Diagnosis:
 
 def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     config = _compose(options)
-    use_lightning("lightning.pytorch", config)
+    use_lightning(NAME, config)
     choices = config.hydra.runtime.choices
     diagnosis.strategy = str(choices.strategy)
     check_settings(config, config.hydra)

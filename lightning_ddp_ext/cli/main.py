@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ddp_ext._import_names import PACKAGES, find_lightning
+from lightning_ddp_ext._import_names import NAMES, PACKAGE, choose, find_lightning
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe
 from lightning_ddp_ext.clusters.launchers import SRUN, find_launcher, in_sweep
 
@@ -40,12 +40,12 @@ def main() -> None:
     os.umask(os.umask(0o077) | 0o002)  # no file or folder that every user of the machine can write
     sys.path.insert(0, os.getcwd())
     try:
-        lightning = find_lightning()
+        find_lightning()
     except ModuleNotFoundError as error:
         _exit(error)
     if sys.argv[1:2] == ["doctor"]:
         _quieten()
-        raise SystemExit(_module_for(lightning, "cli.doctor").doctor(sys.argv[2:]))
+        raise SystemExit(_import("cli.doctor").doctor(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         # In front, because strategies append overrides to the arguments of the processes that they start.
         sys.argv.insert(1, "--config-dir=conf")
@@ -85,9 +85,9 @@ def main() -> None:
         _exit(error)
 
 
-def _module_for(lightning: str, name: str) -> Any:
-    """Return a module of this package for a name of Lightning; this one imports neither."""
-    return importlib.import_module(f"{PACKAGES[lightning]}.{name}")
+def _import(name: str) -> Any:
+    """Import a module of this package that needs Lightning; this one does not."""
+    return importlib.import_module(f"{PACKAGE}.{name}")
 
 
 def _train(config: DictConfig) -> None:
@@ -99,23 +99,23 @@ def _train(config: DictConfig) -> None:
         OmegaConf.resolve(config)
         OmegaConf.to_container(config, throw_on_missing=True)
         check_settings(config, HydraConfig.get())
-        config.lightning = lightning = choose_lightning(config)  # imports the model, and torch with it
+        config.lightning = lightning = choose(choose_lightning(config))  # imports the model, and torch with it
     except Exception as error:
         # Any error of a setting, as in `cli/train.py`: the command prints one message.
         raise LaunchError(str(error)) from error
     use_lightning(lightning, config)
     try:
         if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
-            _train_in_sweep(lightning, config)
+            _train_in_sweep(config)
         else:
-            _module_for(lightning, "cli.train").train(config)
+            _import("cli.train").train(config)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         raise LaunchError(str(error)) from error
 
 
-def _train_in_sweep(lightning: str, config: DictConfig) -> None:
+def _train_in_sweep(config: DictConfig) -> None:
     """Run one job of a sweep, in a new process if its strategy starts processes by repeating the command."""
     variable = find_launcher()
     if variable is not None:
@@ -124,8 +124,8 @@ def _train_in_sweep(lightning: str, config: DictConfig) -> None:
             f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each would run all jobs. Start it"
             " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
         )
-    if not _module_for(lightning, "cli.validate").has_process_group(config):
-        _module_for(lightning, "cli.train").train(config)
+    if not _import("cli.validate").has_process_group(config):
+        _import("cli.train").train(config)
         return
     hydra_config = HydraConfig.get()
     folder = str(hydra_config.runtime.output_dir)
@@ -169,7 +169,7 @@ def _quieten() -> None:
     logging.raiseExceptions = False  # on a full disk, every message would add a traceback to the error of the run
     for message in _UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    for lightning in PACKAGES:
+    for lightning in NAMES:
         # Lightning advertises another package at every start.
         logger = logging.getLogger(f"{lightning}.utilities.rank_zero")
         logger.addFilter(lambda record: "litlogger" not in record.getMessage())

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_ddp_ext._output import print_table
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy

@@ -22,9 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +29,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext._lightning import (
+    Callback,
+    DDPStrategy,
+    FSDPStrategy,
+    LightningModule,
+    TorchElasticEnvironment,
+    Trainer,
+    seed_everything,
+)
 from lightning_ddp_ext.clusters.launchers import PREFIXES
 from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
 from lightning_ddp_ext.consistency import find_difference

@@ -15,18 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext._import_names import LIBRARIES
+from lightning_ddp_ext._lightning import (
+    Callback,
+    LambdaCallback,
+    LightningDataModule,
+    LightningEnvironment,
+    LightningModule,
+    Logger,
+    MisconfigurationException,
+    ModelCheckpoint,
+    ProgressBar,
+    Trainer,
+    is_overridden,
+    rank_zero_info,
+    seed_everything,
+)
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import join_batches
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results

@@ -6,14 +6,11 @@ from typing import Any, TypeVar
 import torch
 from hydra.types import RunMode
 from hydra.utils import get_object
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._import_names import lightning_of
+from lightning_ddp_ext._lightning import NAME, AcceleratorRegistry, ParallelStrategy, SLURMEnvironment, Trainer
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
 from lightning_ddp_ext.clusters.environments import check_tasks, local_environment
@@ -58,10 +55,10 @@ def make(node: Any, key: str, kind: type[_Part]) -> _Part:
     if isinstance(part, kind):
         return part
     other, problem = lightning_of(type(part)), f"`{key}` makes a {type(part).__name__}"
-    if other in (None, "lightning.pytorch"):
+    if other in (None, NAME):
         raise LaunchError(f"{problem}, not a {kind.__name__}. Set `{key}._target_` to the path of a class that is one.")
     raise LaunchError(
-        f"{problem}, a class of `{other}`, and this run imports `lightning.pytorch`. Set `lightning={other}`, and"
+        f"{problem}, a class of `{other}`, and this run imports `{NAME}`. Set `lightning={other}`, and"
         " import one of them in model, data and callbacks."
     )
 

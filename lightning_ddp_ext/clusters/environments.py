@@ -5,14 +5,16 @@ import re
 import signal
 from collections.abc import Mapping
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.lsf import LSFEnvironment
-from lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
+from lightning_ddp_ext._lightning import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning_ddp_ext._validation import check_host, check_integer
 from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, SRUN, TERMINAL, TORCHRUN_ID, check_num_nodes
 from lightning_ddp_ext.errors import ClusterError

@@ -8,13 +8,17 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_ddp_ext._compat.lightning import start_method_of
+from lightning_ddp_ext._lightning import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    FabricDDPStrategy,
+    FSDPStrategy,
+    Precision,
+)
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import as_timeout, check_choice, check_integer, check_text
 from lightning_ddp_ext.clusters.environments import check_has_rank, check_tasks, rendezvous_port

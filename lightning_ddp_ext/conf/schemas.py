@@ -22,8 +22,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from lightning_ddp_ext import _import_names
-from lightning_ddp_ext._import_names import PACKAGE, PACKAGES, find_lightning, lightning_of, name_under
+from lightning_ddp_ext._import_names import LIBRARIES, NAMES, PACKAGE, find_lightning, lightning_of, name_under
 from lightning_ddp_ext._validation import check_choice
 
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
@@ -110,7 +109,7 @@ _names_of = functools.cache(_Names)
 def _imported(path: str) -> Any:
     """Return what a module imports, if it comes from Python, this package or Lightning."""
     package = path.partition(".")[0]
-    if package in (PACKAGE, *_import_names.LIBRARIES):
+    if package in (PACKAGE, *LIBRARIES):
         return read_source(path)
     if package in sys.stdlib_module_names:
         return pkgutil.resolve_name(path)
@@ -119,9 +118,7 @@ def _imported(path: str) -> Any:
 
 def read_source(path: str) -> Any:
     """Return the value or the definition that a dotted path leads to, from sources."""
-    is_ours = path.startswith(f"{PACKAGE}.")
-    path = path.replace(f"{_import_names.SECOND}.", f"{PACKAGE}.") if is_ours else name_under(find_lightning(), path)
-    module, _, name = path.rpartition(".")
+    module, _, name = name_under(find_lightning(), path).rpartition(".")
     return _names_of(module)[name]
 
 
@@ -328,18 +325,18 @@ def register_schemas() -> None:
 def choose_lightning(config: DictConfig) -> str:
     """Return the Lightning that a run imports: its key `lightning`, or else the one of the model's class."""
     if config.lightning is not None:
-        check_choice("lightning", config.lightning, list(PACKAGES), "Leave it out to follow the class of the model.")
+        check_choice("lightning", config.lightning, list(NAMES), "Leave it out to follow the class of the model.")
         return str(config.lightning)
     target = OmegaConf.select(config, "model._target_")
     with suppress(Exception):  # any error of the import; constructing the model raises it again
         kind = pkgutil.resolve_name(target)  # `get_object` would write the error to the log
-        if isinstance(kind, type) and not target.startswith("lightning_ddp_ext."):  # ours exist under both names
+        if isinstance(kind, type) and not target.startswith("lightning_ddp_ext."):  # ours are for either
             return lightning_of(kind) or find_lightning()
     return find_lightning()
 
 
 def use_lightning(lightning: str, config: Any) -> None:
-    """Replace the paths of Lightning and of this package in a configuration by those under one name of Lightning."""
+    """Replace the paths of Lightning in a configuration by the ones under one of its names."""
     keys: Any = list(config) if isinstance(config, DictConfig) else range(len(config))
     for key in keys:
         if key == "hydra" or OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):

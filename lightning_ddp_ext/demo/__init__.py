@@ -4,11 +4,14 @@ import math
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ddp_ext._lightning import (
+    LightningDataModule,
+    LightningModule,
+    MisconfigurationException,
+    OptimizerLRScheduler,
+)
 from lightning_ddp_ext._validation import check_integer, check_number
 
 _DEFAULT = "Leave it out for the default."

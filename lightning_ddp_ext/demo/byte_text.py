@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ddp_ext._lightning import LightningModule, MisconfigurationException, OptimizerLRScheduler
 from lightning_ddp_ext.demo import DemoData, check_options, cosine_adamw
 
 _BYTES = 256

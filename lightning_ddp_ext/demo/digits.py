@@ -9,15 +9,13 @@ from numbers import Real
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
+from lightning_ddp_ext._lightning import LightningModule, MisconfigurationException, OptimizerLRScheduler
 from lightning_ddp_ext._validation import check_number
 from lightning_ddp_ext.demo import DemoData, check_options, cosine_adamw
 from lightning_ddp_ext.replicas.workers import current_replica

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_ddp_ext._compat import TRAINER_CALL
-from lightning_ddp_ext._import_names import LIBRARIES, PACKAGES
+from lightning_ddp_ext._import_names import LIBRARIES, NAMES, PACKAGE
 from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
 from lightning_ddp_ext.distributed.network import node_name
@@ -25,11 +25,11 @@ _EXCHANGING = tuple(
     f"{_OURS}.{one}" for one in ("reducer.", "consistency", "distributed.exchange", "steps.active_collectives")
 )
 # It waits for ranks without a collective.
-_WAITING = (*_EXCHANGING, *(f"{package}.loaders.lockstep_source" for package in PACKAGES.values()))
+_WAITING = (*_EXCHANGING, f"{PACKAGE}.loaders.lockstep_source")
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _LIBRARIES = {"torch", "torchmetrics", *LIBRARIES, _OURS}
 # Callers of these functions are not shown.
-_ENTRIES = {(f"{lightning}.trainer.call", TRAINER_CALL) for lightning in PACKAGES}
+_ENTRIES = {(f"{lightning}.trainer.call", TRAINER_CALL) for lightning in NAMES}
 
 _Line = tuple[FrameType, int]
 

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,6 +15,7 @@ from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, po
 from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
+from lightning_ddp_ext._lightning import FabricDDPStrategy, rank_zero_warn
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import refuse_unknown
 from lightning_ddp_ext.clusters.process_group_options import ConnectedMixin, StartMethod
@@ -39,7 +38,7 @@ T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
 
 
-class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, DDPStrategy):
+class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPStrategy):
     """The base of the strategies for Fabric: exact gradients after any backward pass, weighted by samples.
 
     `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of

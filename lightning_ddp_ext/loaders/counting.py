@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.utilities import CombinedLoader
-
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
+from lightning_ddp_ext._lightning import CombinedLoader
 from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 
 Fetched = tuple[tuple[Any, int, int], float | None]

@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_warn
-from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, has_exact_length
+from lightning_ddp_ext._lightning import rank_zero_warn, sized_len
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, gather_known, list_ranks
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack

@@ -8,10 +8,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
 
 from lightning_ddp_ext._compat.lightning_loaders import batches_to_predict
+from lightning_ddp_ext._lightning import Trainer, sized_len
 from lightning_ddp_ext.batches.sample_counts import as_indices, hash_of
 from lightning_ddp_ext.batches.splitting import gather
 from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ddp_ext._compat.torch import before_random_numbers
 from lightning_ddp_ext._devices import current_device
+from lightning_ddp_ext._lightning import LightningModule, is_overridden, rank_zero_warn
 from lightning_ddp_ext.batches.containers import values_of, walk, with_values
 from lightning_ddp_ext.resume.rng_state import (
     ResumableRng,

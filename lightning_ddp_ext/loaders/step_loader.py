@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, shut_down_workers
+from lightning_ddp_ext._lightning import CombinedLoader, rank_zero_warn, sized_len
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.counting import CountedBatches
 from lightning_ddp_ext.resume.rng_state import LOOKAHEAD, ResumableRng

@@ -1,21 +1,19 @@
-"""The same package for programs that import `pytorch_lightning` instead of `lightning.pytorch`.
+"""The same package for programs that import `pytorch_lightning`: importing this module chooses that name of Lightning.
 
-Every module that needs Lightning is below this package too: `lightning_ddp_ext.pytorch_lightning.callbacks` has the
-callbacks. The files are the package's own, loaded a second time. Errors and everything without Lightning are shared, so
-that `except lightning_ddp_ext.DDPExtError` catches what either copy raises.
+Where `lightning` is not installed, or `pytorch_lightning` has been imported before, `lightning_ddp_ext` does the same.
 """
 
 from typing import Any
 
 from lightning_ddp_ext import __all__, __version__  # noqa: F401
-from lightning_ddp_ext._import_names import get_public
+from lightning_ddp_ext._import_names import SECOND, choose, get_public
 from lightning_ddp_ext.errors import *  # noqa: F403
 
-__path__ = []  # `_PackageFinder` finds the modules below
+choose(SECOND)
 
 
 def __getattr__(name: str) -> Any:
-    return get_public("pytorch_lightning", name)
+    return get_public(name)
 
 
 def __dir__() -> list[str]:

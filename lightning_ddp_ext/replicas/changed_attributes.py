@@ -6,10 +6,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
+from lightning_ddp_ext._lightning import rank_zero_warn
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.replicas.attribute_copies import COPIED, entries_of
 from lightning_ddp_ext.replicas.replica import AttributePlace, Replicas

@@ -12,7 +12,6 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
@@ -31,6 +30,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     take_dtype,
     write_state,
 )
+from lightning_ddp_ext._lightning import LightningModule
 from lightning_ddp_ext.batches.containers import columns_of, have_same_items, to_device, values_of, walk, with_values
 from lightning_ddp_ext.replicas.replica import Replicas
 

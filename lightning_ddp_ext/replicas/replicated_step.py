@@ -7,14 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
 from lightning_ddp_ext._compat.torch import STRUCTURE, TensorVersions, recompile_limit, recompile_limit_of
 from lightning_ddp_ext._devices import Timer, current_device
+from lightning_ddp_ext._lightning import (
+    LightningModule,
+    PassThroughProfiler,
+    Profiler,
+    SimpleProfiler,
+    Trainer,
+    is_overridden,
+)
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, rows_of_graphs, split_batch

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io
@@ -28,6 +24,7 @@ from lightning_ddp_ext._compat.lightning_loops import (
     restore_callback_metrics,
     resume_training_data,
 )
+from lightning_ddp_ext._lightning import CheckpointIO, Strategy, TorchCheckpointIO, Trainer, rank_zero_warn
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import PreemptionHandler

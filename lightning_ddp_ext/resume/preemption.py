@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._compat.lightning_loops import preemption_path, replace_signal_handling
+from lightning_ddp_ext._lightning import (
+    SIGTERMException,
+    SLURMEnvironment,
+    Trainer,
+    pl_worker_init_function,
+    rank_zero_warn,
+)
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.reducer.control import ControlField
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._compat.lightning_loaders import has_exact_length
+from lightning_ddp_ext._lightning import sized_len
 from lightning_ddp_ext.batches.sample_counts import as_indices, hash_of
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers, list_ranks
 from lightning_ddp_ext.errors import (

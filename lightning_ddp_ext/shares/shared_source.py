@@ -7,13 +7,12 @@ from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
+from lightning_ddp_ext._lightning import rank_zero_warn, sized_len
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch

@@ -7,14 +7,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
+from lightning_ddp_ext._lightning import STEP_OUTPUT, LightningModule, Trainer, move_data_to_device
 from lightning_ddp_ext.batches.sample_counts import BatchSamples
 from lightning_ddp_ext.batches.weights import AccumulationWindow, CommunicationWatch, StepWeights
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_integers, own_group

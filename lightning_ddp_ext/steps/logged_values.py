@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_logging import (
@@ -20,6 +19,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
     set_latest,
 )
 from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext._lightning import LightningModule, Trainer
 from lightning_ddp_ext.batches.sample_counts import sums_and_means
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_ddp_ext._compat.lightning import is_exit, is_planned_end
 from lightning_ddp_ext._compat.torch import cloned_store, is_lost_connection
+from lightning_ddp_ext._lightning import RunningStage, Trainer, TrainerFn
 from lightning_ddp_ext._validation import as_timeout
 from lightning_ddp_ext.distributed.backends import connects_without_store
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch

@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import TensorVersions, checksums, equal_or_nan, find_ignored, read_all
+from lightning_ddp_ext._lightning import LightningModule, Trainer
 from lightning_ddp_ext.batches.containers import is_record
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_loaders
+from lightning_ddp_ext._lightning import CombinedLoader, Trainer
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object

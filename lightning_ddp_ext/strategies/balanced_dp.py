@@ -8,13 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,6 +15,15 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy, synchronizes_batch_norm, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import replace_loaders
 from lightning_ddp_ext._devices import are_deterministic, reports_memory
+from lightning_ddp_ext._lightning import (
+    STEP_OUTPUT,
+    Accelerator,
+    CheckpointIO,
+    ParallelStrategy,
+    Precision,
+    Trainer,
+    TrainerFn,
+)
 from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_integer, refuse_unknown
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from typing_extensions import override
 
 from lightning_ddp_ext._import_names import DISTRIBUTIONS
+from lightning_ddp_ext._lightning import (
+    NAME,
+    CheckpointIO,
+    DDPStrategy,
+    FSDPStrategy,
+    ParallelStrategy,
+    Strategy,
+    TorchCheckpointIO,
+    get_filesystem,
+)
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_choice, check_integer
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
@@ -112,7 +119,7 @@ def unreadable(path: str | Path, reason: object, argument: str = "ckpt_path") ->
 
 def describe_versions_of_run() -> dict[str, object]:
     """Describe the versions that all ranks share, with the distribution of Lightning that this module imports."""
-    return describe_versions(DISTRIBUTIONS["lightning.pytorch"])
+    return describe_versions(DISTRIBUTIONS[NAME])
 
 
 class GradientOptionsMixin:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
+from lightning_ddp_ext._lightning import CombinedLoader
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, LockstepSource, RankedLoader, UnevenInputs
 from lightning_ddp_ext.loaders.predictions import PredictionsOn

@@ -10,14 +10,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -37,6 +29,19 @@ from lightning_ddp_ext._compat.lightning_loaders import (
 )
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
+from lightning_ddp_ext._lightning import (
+    STEP_OUTPUT,
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    CombinedLoader,
+    DDPStrategy,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+    Trainer,
+    TrainerFn,
+)
 from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointingPolicy

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.utilities.apply_func import convert_to_tensors
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 
+from lightning_ddp_ext._lightning import Fabric, LightningModule, convert_to_tensors
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.distributed.exchange import gather_different
 from lightning_ddp_ext.errors import RanksOutOfStepError

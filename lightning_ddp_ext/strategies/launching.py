@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_ddp_ext._compat.lightning import keep_predictions, start_method_of
+from lightning_ddp_ext._lightning import Callback, ParallelStrategy, TrainerFn, rank_zero_warn
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.steps.stall_watch import StallWatch

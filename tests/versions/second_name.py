@@ -1,8 +1,7 @@
 """Run tests under `pytorch_lightning`: `python -m tests.versions.second_name [ARGUMENTS OF PYTEST]`.
 
-The tests import `lightning.pytorch`. They are copied with the other names, as the package translates itself: a copy
-also has the names that tests give to processes, configurations and messages, so that no test needs to know about it.
-There, `lightning` cannot be imported, as where only `pytorch-lightning` is installed.
+The tests import `lightning.pytorch`. They are copied with the other name, also in the programs that they start. There,
+`lightning` cannot be imported, as where only `pytorch-lightning` is installed.
 """
 
 import os
@@ -14,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_ddp_ext._import_names import translate_source
+from lightning_ddp_ext._import_names import FABRICS, FIRST, SECOND
 
 ROOT = Path(__file__).parents[2]
 _COPIED = ("README.md", "benchmarks", "conf", "docs", "examples", "pyproject.toml", "tests")
 # About the names of the sources, which are not translated, and files that are not copied or have longer lines then;
-# tests/test_import_names.py starts under both names.
+# tests/test_import_names.py is about both names.
 _SKIPPED = (
     "tests/test_import_names.py",
     "tests/test_public_api.py::test_public_names_are_these",
@@ -44,6 +43,11 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutLightning
 """
 
 
+def translate(text: str) -> str:
+    """Return a text with the second name of Lightning, on the same lines."""
+    return text.replace(FIRST, SECOND).replace(FABRICS[FIRST], FABRICS[SECOND])
+
+
 @contextmanager
 def translated_checkout() -> Iterator[Path]:
     """Provide a folder with the translated tests, all that they read, and a link to the package."""
@@ -54,7 +58,7 @@ def translated_checkout() -> Iterator[Path]:
             copy(ROOT / part, folder / part)
         for path in folder.rglob("*"):
             if path.suffix in _TRANSLATED:
-                path.write_text(translate_source(path.read_text()))
+                path.write_text(translate(path.read_text()))
         (folder / "lightning_ddp_ext").symlink_to(ROOT / "lightning_ddp_ext")
         (folder / "sitecustomize.py").write_text(_WITHOUT_LIGHTNING)
         yield folder
