@@ -5,7 +5,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -13,13 +13,14 @@ from fnmatch import fnmatchcase
 from numbers import Number
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_ddp_ext._compat.torch import find_ignored
+from lightning_ddp_ext._compat.torch import checksums, find_ignored, read_all
 from lightning_ddp_ext.distributed.exchange import (
     exchange_device,
     gather_different,
@@ -29,49 +30,22 @@ from lightning_ddp_ext.distributed.exchange import (
 )
 from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 
-# A block has one word per multiplier: 256 KiB, so that a core's cache holds the blocks in use.
-_WORDS = 1 << 15
-_BYTES = 8 * _WORDS
-# Blocks that are hashed at once: one fits a CPU's cache; other devices need more work per kernel launch.
-_BLOCKS_AT_ONCE = {"cpu": 1}
-_BLOCKS_AT_ONCE_ELSEWHERE = 32
-
 
 def fingerprint(tensor: Tensor) -> int:
     """Return a signed 64-bit integer that depends on every bit of a tensor, its dtype and its shape.
 
-    Strides, the device and `requires_grad` are ignored. Every change of one element is detected; other changes are
-    missed with a probability of about 2^-32. Another device copies a few bytes to the host.
+    Strides, the device and `requires_grad` are ignored. Every change of one element of up to 32 bits is detected; other
+    changes are missed with a probability of about 2^-32. Another device copies a few bytes to the host.
     """
     return fingerprint_all({"": tensor})
 
 
-@torch.no_grad()
 def fingerprint_all(tensors: Mapping[str, Tensor]) -> int:
-    """Return one fingerprint of many tensors, their names and order, to compare between devices of the same kinds."""
-    digest = hashlib.blake2b(digest_size=8)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        parts = _dense_parts(tensor)
-        shapes = [tuple(part.shape) for part in parts]
-        digest.update(f"{name}\n{describe(tensor)}\n{shapes}\n".encode())
-        for part in parts:
-            by_device.setdefault(part.device, []).append(part)
-    for device, parts in by_device.items():
-        if sums := checksums(parts, device).tolist():
-            digest.update(repr(sums).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-def checksums(parts: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return integers that depend on every bit of dense tensors of a device; the host does not wait."""
-    size = _BYTES * _BLOCKS_AT_ONCE.get(device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
-    # One buffer for intermediate results: on a CPU, allocating memory would take longer than the hashing.
-    scratch = torch.empty(_WORDS, dtype=torch.int64, device=device)
-    # A conjugated or negated tensor may have a flag instead of other values in memory.
-    flat = (part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for part in parts)
-    sums = [part for words in _cut(flat, size) for part in _hash(words, scratch)]
-    return torch.cat([*sums, scratch[:0]])
+    """Return one fingerprint of many tensors, their names and order."""
+    parts = {name: _dense_parts(tensor) for name, tensor in tensors.items()}
+    forms = [(name, describe(tensors[name]), [tuple(one.shape) for one in own]) for name, own in parts.items()]
+    text = repr((forms, read_all(checksums([part for own in parts.values() for part in own]))))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def describe(tensor: Tensor) -> str:
@@ -101,64 +75,8 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def _cut(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield words, [blocks, words of a block], of at most `size` bytes; small parts share a block."""
-    pending: list[Tensor] = []
-    held = 0
-    for part in parts:
-        length = part.numel()
-        if length >= size:
-            whole = length - length % size
-            for start in range(0, whole, size):
-                yield _as_words([part[start : start + size]])
-            part, length = part[whole:], length - whole
-        if held + length > size:
-            yield _as_words(pending)
-            pending, held = [], 0
-        if length:
-            pending.append(part)
-            held += length
-    if pending:
-        yield _as_words(pending)
-
-
-def _as_words(pieces: list[Tensor]) -> Tensor:
-    length = sum(piece.numel() for piece in pieces)
-    # Zeros do not change a sum, and the shapes are hashed too.
-    padding = -length % (8 if length <= _BYTES else _BYTES)
-    if len(pieces) > 1 or padding or pieces[0].storage_offset() % 8:
-        pieces = [torch.cat([*pieces, pieces[0].new_zeros(padding)])]
-    words = pieces[0].view(torch.int64)
-    return words.view(-1, min(_WORDS, words.numel()))
-
-
-def _hash(words: Tensor, scratch: Tensor) -> list[Tensor]:
-    """Return two weighted sums, modulo 2^64, of each block of words, [blocks, words]; `scratch` is overwritten.
-
-    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). The multipliers are odd,
-    so that no change of one word is missed. The upper halves of the words are summed once more, because a product
-    keeps few bits from the upper half of a word, and only the last one from its sign.
-    """
-    number = words.size(1)
-    multipliers, multipliers_of_upper = _multipliers(words.device)
-    if words.device.type == "cpu" and words.size(0) == 1:  # other devices have no `dot` of integers
-        own = words.view(-1)
-        upper = torch.bitwise_right_shift(own, 32, out=scratch[:number])
-        return [torch.dot(own, multipliers[:number]).view(1), torch.dot(upper, multipliers_of_upper[:number]).view(1)]
-    upper = words >> 32
-    sums = [(words * multipliers[:number]).sum(1), upper.mul_(multipliers_of_upper[:number]).sum(1)]
-    return [torch.stack(sums, dim=1).view(-1)]
-
-
-@functools.lru_cache(maxsize=16)
-def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return odd multipliers for the words of a block and for their upper halves; the same in every process."""
-    numbers = bytearray(hashlib.shake_128(b"fingerprints of tensors").digest(2 * _BYTES))
-    odd = torch.frombuffer(numbers, dtype=torch.int64).bitwise_or(1).to(device)
-    return odd[:_WORDS], odd[_WORDS:]
-
-
 _NAMED = 3  # differences in a message
+_MOST_LISTED = 64  # elements of a tensor; of a larger one, the fingerprint is compared
 _REMEDIES = {
     "version": "Use the same versions on every rank.",
     "argument": "Give the strategy the same arguments on every rank.",
@@ -245,20 +163,31 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     return description
 
 
-def value_to_text(value: Any) -> str:
-    """Return text without addresses and without the order of a set, which depend on the process."""
+def value_to_text(value: Any, reads_devices: bool = True) -> str:
+    """Return text without addresses and without the order of a set, which depend on the process.
+
+    Without `reads_devices`, the host does not wait for devices, and tensors on them are described by type and shape.
+    """
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" and not reads_devices:
+            return describe(value)
+        if value.layout != torch.strided or value.numel() > _MOST_LISTED:
+            return f"{describe(value)} with fingerprint {fingerprint(value):x}"
+    if isinstance(value, Tensor | numpy.ndarray | numpy.generic):
+        value = value.tolist()
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, Number | timedelta | Enum | torch.dtype):
         return str(value)
+    text = functools.partial(value_to_text, reads_devices=reads_devices)
     if isinstance(value, functools.partial):
-        return f"partial({', '.join(value_to_text(part) for part in (value.func, value.args, value.keywords))})"
+        return f"partial({', '.join(map(text, (value.func, value.args, value.keywords)))})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{value_to_text(key)}: {value_to_text(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{text(key)}: {text(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, Set):
-        return "{" + ", ".join(sorted(map(value_to_text, value))) + "}"
+        return "{" + ", ".join(sorted(map(text, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(value_to_text, value)) + "]"
+        return "[" + ", ".join(map(text, value)) + "]"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

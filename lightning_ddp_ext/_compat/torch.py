@@ -6,10 +6,11 @@ Checked on torch 2.6 to 2.15, and torchdata 0.11.0.
 import copy
 import dis
 import functools
+import hashlib
 import importlib
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
 from types import FunctionType
@@ -42,6 +43,9 @@ BatchNorm = _BatchNorm
 Normalisation = _NormBase
 
 _VERSION = attrgetter("_version")
+
+_WORDS = 1 << 16  # of a block, so that intermediate results stay in the cache of a core
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number, which tells blocks in another order apart
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -147,6 +151,9 @@ class TensorVersions:
         self._values = list(values)
         self._versions = versions_of(self._values)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorVersions) and not self.changed(other._values)
+
     def changed(self, values: Sequence[Any]) -> set[int]:
         """Return the positions of changed values; all positions if there are more or fewer values now."""
         if len(values) != len(self._values):
@@ -156,6 +163,41 @@ class TensorVersions:
             return set()
         pairs = enumerate(zip(values, versions, self._values, self._versions, strict=True))
         return {n for n, (new, version, old, before) in pairs if new is not old or version != before or version < 0}
+
+
+@torch.no_grad()
+def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return an integer on the device of each dense tensor that depends on every bit; the host does not wait.
+
+    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), modulo 2^64, of words of
+    up to 32 bits: of larger words, products would lose the upper bits.
+    """
+    sums = []
+    for tensor in tensors:
+        # A conjugated or negated tensor may have a flag instead of other values in memory.
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+        multipliers = _multipliers(flat.device)
+        blocks = [words] if words.numel() <= _WORDS else torch.split(words, _WORDS)  # fast if tensors are small
+        of_blocks = [(block * multipliers[: block.numel()]).sum() for block in blocks]
+        sums.append(functools.reduce(lambda total, one: total * _FACTOR + one, of_blocks))
+    return sums
+
+
+def read_all(numbers: Sequence[Tensor]) -> list[int]:
+    """Return the values of tensors without dimensions; the host waits once per device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for number in numbers:
+        by_device.setdefault(number.device, []).append(number)
+    read = {device: iter(torch.stack(own).tolist()) for device, own in by_device.items()}
+    return [next(read[number.device]) for number in numbers]
+
+
+@functools.lru_cache(maxsize=16)
+def _multipliers(device: torch.device) -> Tensor:
+    """Return an odd multiplier for each word of a block, so that no change of one word is missed."""
+    numbers = bytearray(hashlib.shake_128(b"fingerprints of tensors").digest(8 * _WORDS))  # the same in every process
+    return torch.frombuffer(numbers, dtype=torch.int64).bitwise_or(1).to(device)
 
 
 def never_compiled(function: _Function) -> _Function:

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from lightning_ddp_ext._compat.torch import (
     Normalisation,
     TensorVersions,
+    checksums,
     equal_or_nan,
     find_ignored,
     flatten,
     ignore_in_ddp,
     is_persistent,
+    read_all,
 )
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.consistency import compare_setups, describe, fingerprint
+from lightning_ddp_ext.consistency import compare_setups, describe
 from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
 from lightning_ddp_ext.errors import WarnOnce
 from lightning_ddp_ext.reducer.buckets import overwrite
@@ -177,7 +179,7 @@ class BufferSynchronizer:
         self._rank = dist.get_rank(group)
         self._warn = WarnOnce()
         self.settles_itself = True  # else the caller calls `settle` after each batch
-        self._values: list[Tensor | None] = []
+        self._sums: dict[int, Tensor] = {}  # checksums by the position of a buffer
         self._late: dict[int, Tensor] = {}  # integers that any rank has changed since `settle`
         self._weights = 1.0, 1.0, 0  # of this rank, of all, and the first rank with data, in the last synchronisation
         self._accept()
@@ -200,11 +202,9 @@ class BufferSynchronizer:
         """Record the present state of the buffers as equal on all ranks."""
         buffers = self._table.entries
         self._seen = TensorVersions(buffers)
-        learning = self._comparisons < _LEARNING
-        self._values = [
-            None if buffer is None or index in self._late else buffer.detach().clone()
-            for index, buffer in enumerate(buffers if learning else [])
-        ]
+        is_learning = self._comparisons < _LEARNING
+        known = {i: one for i, one in enumerate(buffers) if one is not None and i not in self._late}
+        self._sums = dict(zip(known, checksums(known.values()), strict=True)) if is_learning else {}
 
     def find_changes(self) -> bytearray:
         """Read the buffers of the module again, and mark the agreed buffers that have changed on this rank."""
@@ -215,15 +215,10 @@ class BufferSynchronizer:
         buffers = self._table.entries
         for index in self._seen.changed(buffers):
             changed[index] = buffers[index] is not None
-        self._comparisons += bool(self._values)
-        pairs = {
-            index: (value, buffer)
-            for index, (buffer, value) in enumerate(zip(buffers, self._values, strict=False))
-            if buffer is not None and value is not None and not changed[index] and index not in self._silent
-        }
-        differ = find_different(list(pairs.values()))
-        found = itertools.compress(pairs, differ)
-        self._silent.update(index for index in found if not same_values(*pairs[index]))
+        self._comparisons += bool(self._sums)
+        known = {i: one for i, one in enumerate(buffers) if i in self._sums and one is not None and not changed[i]}
+        sums = zip(known, checksums(known.values()), strict=True)
+        self._silent.update(itertools.compress(known, read_all([found != self._sums[index] for index, found in sums])))
         for index in self._silent:
             changed[index] |= self._table.places[index][0].training
         return changed
@@ -280,7 +275,7 @@ class BufferSynchronizer:
         small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         large = [buffer for buffer in buffers.values() if buffer.nbytes > _LARGE_BYTES]
         if large:  # on every rank, since shapes are equal
-            by_rank = gather_integers([fingerprint(buffer) for buffer in large], self._group)
+            by_rank = gather_integers(read_all(checksums(large)), self._group)
             large = [buffer for buffer, *prints in zip(large, *by_rank, strict=True) if len(set(prints)) > 1]
         # Pieces take less memory at once.
         rows = [max(1, _PIECE_NUMEL // max(1, math.prod(buffer.shape[1:]))) for buffer in large]
@@ -301,9 +296,9 @@ class BufferSynchronizer:
 
     def _warn_of_differences(self, own: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> None:
         """Warn once if a buffer of this rank has got another value."""
-        pairs = [(value, buffers[index]) for index, value in own.items()]
-        if differ := list(itertools.compress(own, find_different(pairs))):
-            name, is_mean = self._table.names[differ[0]], _has_mean(own[differ[0]].dtype)
+        differ = next((index for index, value in own.items() if not same_values(value, buffers[index])), None)
+        if differ is not None:
+            name, is_mean = self._table.names[differ], _has_mean(own[differ].dtype)
             kept = "its mean by the weights of the batches" if is_mean else f"the value of rank {self._weights[2]}"
             self._warn(
                 f"buffer `{name}` was changed differently by each rank, and {kept} is kept. That is exact for a running"
@@ -315,7 +310,7 @@ class BufferSynchronizer:
     def _accept(self) -> None:
         """Take over the present buffers, of which none is known to be equal on all ranks."""
         self._structure, self._specs = self._table.structure, self._table.specs  # that all ranks have agreed on
-        self._values, self._late = [], {}
+        self._sums, self._late = {}, {}
         self._seen = TensorVersions([None] * len(self._specs))
         self._comparisons = 0
         self._compared: Counter[int] = Counter()  # synchronisations in which a buffer was compared between ranks
@@ -326,15 +321,6 @@ class BufferSynchronizer:
             for index, name in self._statistics.items()
             if name in ("running_mean", "running_var") and self._specs[index] is not None
         }
-
-
-def find_different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Return for each pair of tensors of one shape if a value differs or is nan; the host waits once per device."""
-    flags: dict[torch.device, list[Tensor]] = {}
-    for one, other in pairs:
-        flags.setdefault(one.device, []).append((one != other).any())
-    read = {device: iter(torch.stack(own).tolist()) for device, own in flags.items()}
-    return [next(read[one.device]) for one, _ in pairs]
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

@@ -1,25 +1,25 @@
 """Checks that ranks make the same steps: of positions, optimizers and their settings, and synchronised gradients."""
 
+import sys
+import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ddp_ext._compat.torch import are_identical
 from lightning_ddp_ext.batches.sample_counts import sums_and_means
-from lightning_ddp_ext.consistency import compare_setups, describe, fingerprint, value_to_text
+from lightning_ddp_ext.consistency import compare_setups, value_to_text
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsynchronizedGradientsError
 from lightning_ddp_ext.reducer.control import list_others
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
@@ -47,7 +47,6 @@ class StepGuard:
     announced: int | None = None  # second of `numbers` on the ranks that run a manual step, which may change settings
 
     def __post_init__(self) -> None:
-        self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
         self._managed: Optimizer | None = None
         self._held: tuple[list[Tensor], int] = [], 0  # parameters of the known optimizers, and a hash of their places
         control = self.reducer.control
@@ -56,12 +55,9 @@ class StepGuard:
         self._position = control.add(partial(_call, positions), in_every_message=True)
         self._steps = control.add(in_every_message=True)
         self._optimizers = control.add(partial(_call, optimizers), in_every_message=True)
-        # The hooks must not keep the module alive.
-        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        hooks = ExitStack()
-        hooks.callback(register_optimizer_step_pre_hook(partial(_call, before)).remove)
-        hooks.callback(register_optimizer_step_post_hook(partial(_call, after)).remove)
-        self.close = weakref.finalize(self, hooks.close)
+        # The hook must not keep the module alive.
+        hook = register_optimizer_step_pre_hook(partial(_call, weakref.WeakMethod(self._before_step)))
+        self.close = weakref.finalize(self, hook.remove)
 
     @property
     def position(self) -> int:
@@ -109,7 +105,10 @@ class StepGuard:
         held = [*chain.from_iterable(map(_parameters, self.known()))]
         if not are_identical(held, self._held[0]):
             self._held = held, hash(tuple(self.reducer.places.get(id(parameter), -1) for parameter in held))
-        settings = [_plain([*group.values()], reads_devices) for *_, group in self._groups()]
+        settings = [
+            [one if _is_plain(one) else value_to_text(one, reads_devices) for one in group.values()]
+            for *_, group in self._groups()
+        ]
         return self.steps, (self.optimizers + self._held[1] + zlib.crc32(repr(settings).encode())) % 2**32
 
     def _describe_settings(self) -> Iterator[dict[str, object]]:
@@ -118,7 +117,7 @@ class StepGuard:
         yield {f"number of parameter groups of {title}": len(one.param_groups) for title, one in optimizers}
         found: dict[str, object] = {}
         for title, parameters, group in self._groups():
-            found |= {f"setting `{name}` of {title}": _plain(one, reads_devices=True) for name, one in group.items()}
+            found |= {f"setting `{name}` of {title}": one for name, one in group.items()}
             found |= {f"parameter {self._name(one)} of {title}": "present" for one in parameters}
         yield found
 
@@ -155,8 +154,10 @@ class StepGuard:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         parameters = _parameters(optimizer)
         is_managed = len(self.reducer.unmanaged_parameters(parameters)) < len(parameters)
-        if is_managed:
-            self._count(optimizer, parameters)
+        if is_managed and not _is_running(optimizer):
+            self.steps += 1
+            place = self.reducer.places.get(id(parameters[0]), -1)
+            self.optimizers = (self.optimizers + hash((place,))) % 2**32
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None or not is_managed:
@@ -168,17 +169,6 @@ class StepGuard:
         if is_positional:
             return (args[0], checked, *args[2:]), kwargs
         return args, {**kwargs, "closure": checked}
-
-    def _count(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        depth = self._depths.get(optimizer, 0)
-        self._depths[optimizer] = depth + 1
-        if depth:
-            return
-        self.steps += 1
-        self.optimizers = (self.optimizers + hash((self.reducer.places.get(id(parameters[0]), -1),))) % 2**32
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
 
     @contextmanager
     def managing(self, optimizer: Optimizer) -> Iterator[None]:
@@ -209,24 +199,14 @@ class StepGuard:
         return (sums if is_sum else means)[0]
 
 
-_PLAIN = {float, int, bool, type(None)}
-_MOST_LISTED = 64  # elements of a tensor; of a larger one, the fingerprint is compared
+def _is_plain(value: Any) -> bool:
+    return type(value) in (float, int, bool, type(None)) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def _plain(value: Any, reads_devices: bool) -> object:
-    """Return a setting with the same `repr` in every process; values on a device only if the host may wait."""
-    if isinstance(value, Tensor):
-        if value.device.type != "cpu" and not reads_devices:
-            return describe(value)
-        is_listed = value.layout == torch.strided and value.numel() <= _MOST_LISTED
-        value = value.tolist() if is_listed else f"{describe(value)} with fingerprint {fingerprint(value):x}"
-    elif isinstance(value, numpy.ndarray | numpy.generic):
-        value = value.tolist()
-    elif isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, list | tuple):
-        return [part if type(part) in _PLAIN else _plain(part, reads_devices) for part in value]
-    return value if type(value) in _PLAIN else value_to_text(value)
+def _is_running(optimizer: Optimizer) -> bool:
+    """Return True if a `step` of the optimizer calls this one, which has hooks too: a subclass may call its base's."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "step")
+    return any(frame.f_locals.get(name) is optimizer for frame in frames for name in frame.f_code.co_varnames[:1])
 
 
 def _call(method: "weakref.WeakMethod[Any]", *args: Any) -> Any:

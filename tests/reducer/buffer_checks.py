@@ -1,6 +1,7 @@
 """Checks of buffers: their values, and buffers that appear, disappear or change shape."""
 
 import copy
+import warnings
 from unittest import mock
 
 import torch
@@ -130,6 +131,19 @@ def values_equal_on_all_ranks_are_unchanged() -> list[str]:
         step(reducer, module, weight)
         changed += [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
     return changed
+
+
+@check([])
+def equal_nans_are_no_difference() -> list[str]:
+    module = net()
+    module.register_buffer("mean", torch.zeros(3))
+    reducer = GradientReducer(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            module.mean.copy_(torch.tensor([float("nan"), number, float("inf")]))
+            step(reducer, module)
+    return [str(one.message) for one in caught]
 
 
 @check(0.0)

@@ -9,6 +9,7 @@ import torch
 
 from lightning_ddp_ext.batches.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.batches.weights import AccumulationWindow, StepWeights, WeightRule
+from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.steps.step_guard import StepGuard
 
@@ -124,6 +125,17 @@ def test_a_step_of_a_subclass_counts_once_and_steps_of_other_optimizers_differ(c
     assert steps_of(0, 1, 0) != steps_of(0, 1, 1)
 
 
+def test_steps_after_a_step_that_has_raised_an_error_count():
+    layer = torch.nn.Linear(1, 1)
+    guard = make_guard(layer)
+    optimizer = Subclass(layer.parameters(), lr=0.1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    optimizer.step()
+    guard.close()
+    assert guard.steps == 2
+
+
 class Opaque:
     """A setting without a value to compare."""
 
@@ -153,7 +165,7 @@ def test_settings_of_optimizers_are_compared_by_value_in_whatever_they_are_held(
         optimizer.param_groups[0][7] = make(value)  # a name may be of any type
         *_, description = guard._describe_settings()
         assert "setting `7` of parameter group 0 of optimizer 0 (SGD)" in description
-        return guard.numbers(), description
+        return guard.numbers(), {name: value_to_text(one) for name, one in description.items()}
 
     first, again, other = numbers(0.25), numbers(0.25), numbers(0.75)
     assert first == again
