@@ -45,7 +45,7 @@ from lightning_ddp_ext.errors import (
     RendezvousError,
     ReplicaMismatchError,
 )
-from lightning_ddp_ext.strategies.base import describe_versions_of_run
+from lightning_ddp_ext.strategies.gradient_options import describe_versions_of_run
 
 # The failed step for each error; for all others it is the settings.
 _STEPS: dict[type[Exception], str] = {

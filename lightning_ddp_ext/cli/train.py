@@ -43,7 +43,7 @@ from lightning_ddp_ext.cli.validate import QUIET, check_run, make, make_all, mak
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import BatchSplitError, CheckpointRefusedError, DDPExtError, UnsupportedFeatureError
-from lightning_ddp_ext.strategies.base import TAKES_WEIGHTS_ONLY, WeightsOnlyLoadMixin, check_checkpoint
+from lightning_ddp_ext.resume.loading import TAKES_WEIGHTS_ONLY, WeightsOnlyLoadMixin, check_checkpoint
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 # Errors whose message is the whole explanation, at any time of a run.

@@ -18,7 +18,7 @@ from lightning_ddp_ext.clusters.launchers import find_launcher
 from lightning_ddp_ext.demo.digits import check_fractions
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
-from lightning_ddp_ext.strategies.base import single_device_strategy
+from lightning_ddp_ext.strategies.connected import single_device_strategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _Part = TypeVar("_Part")

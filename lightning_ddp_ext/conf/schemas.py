@@ -264,7 +264,7 @@ _EXPLICIT_DDP = "lightning_ddp_ext.ExplicitDDPStrategy"
 def make_schemas() -> dict[str, type]:
     """Return all schemas, by group and name."""
     callbacks, demo = "lightning_ddp_ext.callbacks", "lightning_ddp_ext.demo"
-    connected = "lightning_ddp_ext.strategies.base"
+    connected = "lightning_ddp_ext.strategies.connected"
     return {
         "train": TrainConfig,
         "strategy/balanced_dp": make_schema("lightning_ddp_ext.BalancedDataParallelStrategy", without=OBJECTS),

@@ -26,13 +26,14 @@ from lightning_ddp_ext.fabric.loaders import RNG, FabricLoader, LoopBatch
 from lightning_ddp_ext.loaders.samplers import disable_sampler_padding
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepParticipation, StepSource
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.resume.loading import check_checkpoint, unreadable
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import GradientDriver
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.strategies.base import GradientOptionsMixin, check_checkpoint, unreadable
 from lightning_ddp_ext.strategies.gathering import GatherMixin
+from lightning_ddp_ext.strategies.gradient_options import GradientOptionsMixin
 
 T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints

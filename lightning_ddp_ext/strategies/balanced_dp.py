@@ -35,7 +35,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.prefetching import Prefetcher, has_streams, pin
 from lightning_ddp_ext.loaders.step_loader import combine_evenly
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
-from lightning_ddp_ext.strategies.base import WeightsOnlyLoadMixin
+from lightning_ddp_ext.resume.loading import WeightsOnlyLoadMixin
 
 _NAME = '`balance="auto"`'
 _CHECKPOINT_KEY = "lightning_ddp_ext.balanced_dp"

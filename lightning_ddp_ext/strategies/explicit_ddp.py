@@ -62,8 +62,9 @@ from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.stall_watch import StallWatch
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.strategies.base import ConnectedStrategy, GradientOptionsMixin
+from lightning_ddp_ext.strategies.connected import ConnectedStrategy
 from lightning_ddp_ext.strategies.gathering import GatherMixin
+from lightning_ddp_ext.strategies.gradient_options import GradientOptionsMixin
 from lightning_ddp_ext.strategies.launching import receive_predictions, run_on_rank, unshare
 
 _ONE_MINUTE = timedelta(minutes=1)

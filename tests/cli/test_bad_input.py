@@ -34,7 +34,7 @@ from lightning_ddp_ext.cli import train
 from lightning_ddp_ext.cli.main import main
 from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibStream, StdlibText
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData, SlowedDigitsCNN
-from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy, ConnectedFSDPStrategy, ConnectedStrategy
+from lightning_ddp_ext.strategies.connected import ConnectedDDPStrategy, ConnectedFSDPStrategy, ConnectedStrategy
 from tests.cli.commands import names_setting
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"

@@ -67,8 +67,8 @@ def test_strategies_with_a_process_group_are_known_by_their_class():
         "lightning.pytorch.strategies.SingleDeviceStrategy": False,
         "lightning_ddp_ext.DDPJoinStrategy": True,
         "lightning_ddp_ext.BalancedDataParallelStrategy": False,
-        "lightning_ddp_ext.strategies.base.ConnectedDDPStrategy": True,
-        "lightning_ddp_ext.strategies.base.single_device_strategy": False,
+        "lightning_ddp_ext.strategies.connected.ConnectedDDPStrategy": True,
+        "lightning_ddp_ext.strategies.connected.single_device_strategy": False,
         "nosuch.Strategy": True,  # an error of the run, which has its own message
     }.items():
         assert has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) == expected, target

@@ -17,7 +17,7 @@ from lightning_ddp_ext import (
     NetworkInterfaceError,
 )
 from lightning_ddp_ext.distributed import backends
-from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy
+from lightning_ddp_ext.strategies.connected import ConnectedDDPStrategy
 
 
 def trainer(strategy, **options):

@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ddp_ext import DDPJoinStrategy, ManualEnvironment
 from lightning_ddp_ext.distributed.process_group import init_process_group
-from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy
+from lightning_ddp_ext.strategies.connected import ConnectedDDPStrategy
 
 
 def join(*, delay=0.0, umask=None, **settings):

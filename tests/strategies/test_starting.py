@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import BackendError, UnsupportedFeatureError
-from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy, ConnectedFSDPStrategy
+from lightning_ddp_ext.strategies.connected import ConnectedDDPStrategy, ConnectedFSDPStrategy
 from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
 from tests.support.programs import UNLAUNCHED

@@ -72,7 +72,7 @@ TESTS = [
     "tests/compat/test_torchmetrics.py",
     "tests/compat/test_private_names.py::test_classes_do_not_use_private_names_of_their_bases",
     "tests/steps/test_active_collectives_integration.py",
-    "tests/strategies/test_checkpoint_loading.py",
+    "tests/resume/test_loading.py",
     "tests/strategies/test_balanced_dp_gradients.py",
     "tests/strategies/test_balanced_ddp.py::test_any_number_of_ranks_trains_as_one_process[2-False]",
     "tests/strategies/test_ddp_checkpoint_integration.py",

@@ -25,7 +25,7 @@ from lightning_ddp_ext.distributed.serialization import unpack
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.fabric import DDPJoinStrategy
 from lightning_ddp_ext.resume.checkpoint import AtomicCheckpointIO
-from lightning_ddp_ext.strategies.base import TAKES_WEIGHTS_ONLY, check_checkpoint
+from lightning_ddp_ext.resume.loading import TAKES_WEIGHTS_ONLY, check_checkpoint
 from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
 
