@@ -1,6 +1,6 @@
 """Checks that ranks make the same steps: of positions, optimizers and their settings, and synchronised gradients."""
 
-import sys
+import inspect
 import traceback
 import weakref
 import zlib
@@ -205,7 +205,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_running(optimizer: Optimizer) -> bool:
     """Return True if a `step` of the optimizer calls this one, which has hooks too: a subclass may call its base's."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "step")
+    frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code.co_name == "step")
     return any(frame.f_locals.get(name) is optimizer for frame in frames for name in frame.f_code.co_varnames[:1])
 
 
