@@ -109,7 +109,9 @@ class Control:
                 field.check(field.of_ranks)
 
     def close(self) -> None:
-        """Forget the fields, whose checks may refer to owners of the process group, and the group."""
+        """Forget the group and the fields with their checks, so that no cycle of references keeps the group alive."""
+        for field in self._fields:
+            field.check = None
         self._fields.clear()
         self._group = None
 

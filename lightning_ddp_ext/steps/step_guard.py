@@ -50,13 +50,12 @@ class StepGuard:
         self._managed: Optimizer | None = None
         self._held: tuple[list[Tensor], int] = [], 0  # parameters of the known optimizers, and a hash of their places
         control = self.reducer.control
-        # Not of `self`: in a cycle with the reducer, the process group would outlive the run.
-        positions, optimizers = weakref.WeakMethod(self._compare_positions), weakref.WeakMethod(self._check)
-        self._position = control.add(partial(_call, positions), in_every_message=True)
+        self._position = control.add(self._compare_positions, in_every_message=True)
         self._steps = control.add(in_every_message=True)
-        self._optimizers = control.add(partial(_call, optimizers), in_every_message=True)
-        # The hook must not keep the module alive.
-        hook = register_optimizer_step_pre_hook(partial(_call, weakref.WeakMethod(self._before_step)))
+        self._optimizers = control.add(self._check, in_every_message=True)
+        # A loop of Fabric has no end at which to remove the hook, which must not keep the module alive.
+        method = weakref.WeakMethod(self._before_step)
+        hook = register_optimizer_step_pre_hook(lambda *given: own(*given) if (own := method()) is not None else None)
         self.close = weakref.finalize(self, hook.remove)
 
     @property
@@ -207,11 +206,6 @@ def _is_running(optimizer: Optimizer) -> bool:
     """Return True if a `step` of the optimizer calls this one, which has hooks too: a subclass may call its base's."""
     frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code.co_name == "step")
     return any(frame.f_locals.get(name) is optimizer for frame in frames for name in frame.f_code.co_varnames[:1])
-
-
-def _call(method: "weakref.WeakMethod[Any]", *args: Any) -> Any:
-    own = method()
-    return None if own is None else own(*args)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
