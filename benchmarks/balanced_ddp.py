@@ -29,7 +29,6 @@ from measuring.sharing import (
     RANKS,
     SLEEPING,
     SORTED_LENGTHS,
-    count_messages,
     follow,
     length_of,
     measure,
@@ -99,14 +98,9 @@ def main() -> None:
         table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
 
     swaps = values["steps after a swap"] = [run(follow, steps) for _ in range(rounds)]
-    messages = values["messages"] = {
-        name: run(count_messages, contender, TINY, LAST) for name, contender in (("auto", {}), ("ddp_join", "ddp_join"))
-    }
     console = Console()
     console.print(table.table)
     console.print(f"Steps after a swap of the speeds (target 15): {', '.join(map(str, swaps))}.")
-    for name, (number, size) in messages.items():
-        console.print(f"Messages and bytes of a step, {name}: {number:.2f} and {size:.0f}.")
     console.print(json.dumps(machine))
     if options.output is not None:
         options.output.write_text(json.dumps({"machine": machine, **values}, indent=2))

@@ -1,110 +1,64 @@
-"""What `ddp_checkpoint` costs beside Lightning's `ddp`, and which backward passes each of them gets right.
+"""Which backward passes `ddp_checkpoint` and torch's `DistributedDataParallel` get right, and the memory of gradients.
 
-Speed: whole Trainer steps of three models on two processes with one thread each, with nothing recomputed in the
-backward pass and with reentrant and non-reentrant activation checkpointing, against `ddp` as it is, with
-`static_graph`, with `find_unused_parameters`, with `gradient_as_bucket_view` and with `batched_grad_copy`. Memory: what
-gradients and buckets take at the peak and between steps, from torch 2.15 on also with `lazy_bucket_allocation`. Peers:
-twelve kinds of backward pass in three modes with two optimizers, each compared with one process.
+Peers: twelve kinds of backward pass in three modes with two optimizers, each compared with one process. Memory: what
+gradients and buckets take at the peak and between steps, from torch 2.15 on also with `lazy_bucket_allocation`.
 
-All contenders are hosted in turn by the same pair of processes, and a new pair comes after every few rounds. The
-same program started again may be slower or faster by a quarter for as long as it lives: with a pair of processes for
-each contender, that would be in every ratio, and starting ten of them for each round would take longer than the steps.
-Ratios are taken within a round, and a round counts only if other processes left the machine alone meanwhile.
-
-Run it with `python benchmarks/ddp_checkpoint.py`; it takes about 20 minutes on a quiet machine, and needs the extra
-`demo` for its picture.
+Run it with `python benchmarks/ddp_checkpoint.py`; it takes about ten minutes.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from measuring.checkpointing import (
-    Play,
-    SpeedResult,
-    explain_failures,
-    make_memory_table,
-    make_peers_table,
-    make_speed_table,
-)
-from measuring.command import describe_machine, measure, parse, print_tables, start_parser, write_results
-from measuring.memory import MemoryUses, measure_memory
-from measuring.models import MANY
-from measuring.peers import OURS, PEERS, RANKS, Outcome, judge
-from measuring.picture import draw_ratios
+from measuring.command import describe_machine
+from measuring.comparison import add_columns
+from measuring.memory import ONE, TWO, MemoryUses, measure_memory
+from measuring.peers import OURS, Outcome, judge
 from measuring.scenarios import MODES, SCENARIOS, Mode, Optimizers
-from measuring.tables import describe_stolen
-from rich.console import RenderableType
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-MODELS = ["transformer", "MLP", MANY]
 JUDGED = (OURS, "ddp", "static_graph", "find_unused")
-PARTS = ("memory", "peers", "speed")
+PARTS = ("memory", "peers")
+Play = tuple[str, str, Mode, str]
+"""Ours or a peer, scenario, mode and optimizer."""
 
 
 def main() -> None:
-    """Measure, and leave tables, numbers and a picture."""
-    options = parse_options()
-    machine = describe_machine()
-    results: dict[str, Any] = {}
-    tables: list[RenderableType] = []
-
+    """Measure, and print tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
+    parser.add_argument("--quick", action="store_true", help="every third scenario, with one optimizer")
+    parser.add_argument("--output", type=Path, help="file for the values, as JSON")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": describe_machine()}
+    tables = []
     if "memory" in options.parts:
         uses = measure_memory()
-        results["memory"] = memory_to_json(uses)
+        results["memory"] = {name: {what: asdict(use) for what, use in by.items()} for name, by in uses.items()}
         tables.append(make_memory_table(uses))
-        write_results(options, machine, results)
     if "peers" in options.parts:
-        outcomes = judge_all(options)
+        outcomes = judge_all(options.quick)
         results["peers"] = [{"who": play[0], "play": play[1:], **asdict(one)} for play, one in outcomes.items()]
         tables.append(make_peers_table(outcomes))
-        write_results(options, machine, results)
-    if "speed" in options.parts:
-        speed: dict[str, dict[Mode, SpeedResult]] = {}
-        for model in options.models:
-            for mode in MODES:
-                speed.setdefault(model, {})[mode] = measure_speed(model, mode, options)
-                results.setdefault("speed", {}).setdefault(model, {})[mode] = speed[model][mode].to_json()
-                write_results(options, machine, results)
-        cells = [cell for by_mode in speed.values() for cell in by_mode.values()]
-        tables += [make_speed_table(speed, options.any_load), *explain_failures(speed)]
-        tables.append(describe_stolen(cell.measurement for cell in cells))
-        draw_ratios(
-            f"{OURS} relative to the fastest way of using ddp, {RANKS} ranks",
-            list(speed),
-            {name_mode(mode): [by_mode[mode].ratio for by_mode in speed.values()] for mode in MODES},
-            options.output,
-            any_load=options.any_load,
-        )
-    print_tables(options, machine, *tables)
-    print(f"Written to {options.output}.")
+    Console(width=max(Console().width, 110)).print(*tables, highlight=False)
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=1))
 
 
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = start_parser(__doc__, MODELS, "ddp_checkpoint")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
-    return parse(parser, "MLP")
-
-
-def measure_speed(model: str, mode: Mode, options: argparse.Namespace) -> SpeedResult:
-    """Measure the training steps of a model in a mode; peers may fail."""
-    shared = {"case": model, "mode": mode, "ranks": RANKS}
-    orders: dict[str, dict[str, Any]] = {OURS: {**shared, "strategy": OURS}}
-    orders |= {name: {**shared, "strategy": "ddp", "flags": flags} for name, flags in PEERS.items()}
-    measurement, failures = measure(
-        f"{model}, {name_mode(mode)}", "measuring.fitting", orders, options, ranks=RANKS, may_fail=PEERS
-    )
-    return SpeedResult(measurement, failures)
-
-
-def judge_all(options: argparse.Namespace) -> dict[Play, Outcome]:
-    """Judge ours and the peers in each scenario; in a quick run, with one optimizer in every third scenario."""
+def judge_all(is_quick: bool) -> dict[Play, Outcome]:
+    """Judge ours and the peers in each scenario."""
     plays: list[Play] = [
         (name, scenario.name, mode, optimizer)
-        for scenario in (SCENARIOS[1::3] if options.quick else SCENARIOS)
+        for scenario in (SCENARIOS[1::3] if is_quick else SCENARIOS)
         for mode in MODES
-        for optimizer in list(Optimizers)[: 1 if options.quick else None]
+        for optimizer in list(Optimizers)[: 1 if is_quick else None]
         for name in JUDGED
     ]
     outcomes = {}
@@ -115,14 +69,60 @@ def judge_all(options: argparse.Namespace) -> dict[Play, Outcome]:
     return outcomes
 
 
-def memory_to_json(uses: MemoryUses) -> dict[str, Any]:
-    """Return all numbers by name."""
-    return {name: {what: asdict(use) for what, use in by_step.items()} for name, by_step in uses.items()}
+def make_memory_table(uses: MemoryUses) -> Table:
+    """Show the memory of gradients of ours and of each peer."""
+    table = Table(
+        title="Memory of gradients, in units of their size",
+        caption="Beyond the parameters, as counted by torch's allocator; nearly no activations. Held: left between"
+        " steps, after zero_grad. The first step of each builds buckets.",
+        box=box.SIMPLE_HEAD,
+    )
+    add_columns(table, "", "peak of\nbackward", "held", "peak, two\naccumulated", "peak,\nfirst step")
+    for name, use in uses.items():
+        numbers = (use[ONE].peak, use[ONE].held, use[TWO].peak, use[ONE].first_peak)
+        table.add_row(name, *(f"{number:.2f}" for number in numbers))
+    return table
 
 
-def name_mode(mode: Mode) -> str:
-    """Return what is said of a mode where nothing around it tells what it is a mode of."""
-    return "nothing recomputed" if mode == "none" else f"{mode} checkpointing"
+def make_peers_table(outcomes: Mapping[Play, Outcome]) -> Table:
+    """Show whether gradients are right in each scenario, a letter for each mode."""
+    names = list(dict.fromkeys(name for name, *_ in outcomes))
+    table = Table(
+        title="Right gradients and identical ranks?",
+        caption="Letters: nothing, reentrant, non-reentrant recomputed. P right, E error, H hangs, D ranks drift apart"
+        " or are equal but wrong, without a message. "
+        f"With {' and '.join(Optimizers)}; both verdicts where they differ.",
+        box=box.SIMPLE_HEAD,
+    )
+    add_columns(table, "scenario", *names)
+    for scenario in dict.fromkeys(scenario for _, scenario, _, _ in outcomes):
+        table.add_row(scenario, *(_spell(outcomes, name, scenario) for name in names))
+    counts = (count_passed(outcomes, name) for name in names)
+    cells = len({play[1:3] for play in outcomes})
+    table.add_row(Text(f"right of {cells}", "bold"), *(Text(str(count), "bold") for count in counts))
+    return table
+
+
+def count_passed(outcomes: Mapping[Play, Outcome], name: str) -> int:
+    """Count the cells, scenarios by modes, in which ours or a peer was right with every optimizer."""
+    cells = {play[1:3] for play in outcomes if play[0] == name}
+    failed = {play[1:3] for play, outcome in outcomes.items() if play[0] == name and outcome.letter != "P"}
+    return len(cells - failed)
+
+
+def _letter(outcomes: Mapping[Play, Outcome], play: Play) -> str:
+    return outcomes[play].letter if play in outcomes else ""
+
+
+def _spell(outcomes: Mapping[Play, Outcome], name: str, scenario: str) -> Text:
+    words = (
+        "".join(_letter(outcomes, (name, scenario, mode, optimizer)) for mode in MODES) for optimizer in Optimizers
+    )
+    text = Text("/".join(dict.fromkeys(word for word in words if word)))
+    text.highlight_regex("P", "green")
+    text.highlight_regex("[EH]", "red")
+    text.highlight_regex("D", "bold red reverse")
+    return text
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from measuring.estimates import FEWEST, Estimate
+from measuring.estimates import FEWEST, Estimate, estimate_to_json
 from measuring.models import CASES as SMALL_CASES
 from measuring.models import MANY
-from measuring.results import estimate_to_json
 from measuring.rounds import Burst, Measurement, collect_rounds
 from torch import Tensor, nn
 from torch.nn import functional

@@ -2,8 +2,7 @@
 
 In each round, every contender trains the same number of steps in turn, in one process on the CPU; so do a run whose
 batches cost nothing, and a loop over the loader alone. A ratio is the time of a contender divided by the longer of the
-latter two in the same round. Batches and steps wait for `--milliseconds`, as for a disk and a device, or multiply
-matrices.
+latter two in the same round. Batches and steps wait for `--milliseconds`, as for a disk and a device.
 
 Run it with `python benchmarks/prefetch.py`; it takes about five minutes.
 """
@@ -27,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 
 _BATCH = 4
-_SIZE = 256  # of the matrices
 _PREFETCH = 2
 OURS: dict[str, Callable[..., Strategy]] = {
     "ddp_checkpoint": DDPCheckpointStrategy,
@@ -39,23 +37,6 @@ OURS: dict[str, Callable[..., Strategy]] = {
 def wait(seconds: float) -> Callable[[], object]:
     """Return a function that waits."""
     return lambda: time.sleep(seconds)
-
-
-def multiply(seconds: float) -> Callable[[], object]:
-    """Return a function that multiplies matrices for about as long."""
-    matrix = torch.randn(_SIZE, _SIZE)
-    times = []
-    for _ in range(50):
-        started = time.perf_counter()
-        matrix @ matrix
-        times.append(time.perf_counter() - started)
-    count = max(1, round(seconds / statistics.median(times)))
-
-    def work() -> None:
-        for _ in range(count):
-            matrix @ matrix
-
-    return work
 
 
 class Samples(Dataset[Tensor]):
@@ -126,9 +107,9 @@ def iterate(steps: int, of_batch: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure(kind: str, seconds: float, steps: int, rounds: int) -> Table:
-    """Measure all contenders with one kind of work."""
-    work = {"waiting": wait, "multiplying": multiply}[kind](seconds)
+def measure(seconds: float, steps: int, rounds: int) -> Table:
+    """Measure all contenders."""
+    work = wait(seconds)
     single = lambda: SingleDeviceStrategy(torch.device("cpu"))  # noqa: E731
     contenders: dict[str, Callable[[], Strategy]] = {"Lightning, one device": single}
     for name, make in OURS.items():
@@ -143,7 +124,7 @@ def measure(kind: str, seconds: float, steps: int, rounds: int) -> Table:
             if number:  # the first round is a warm-up
                 times[name].append(taken / steps)
                 ratios[name].append(taken / longer)
-    table = Table(title=f"{kind}, {1000 * seconds:g} ms each, {steps} steps, {rounds} rounds", title_justify="left")
+    table = Table(title=f"waiting, {1000 * seconds:g} ms each, {steps} steps, {rounds} rounds", title_justify="left")
     for column in ("contender", "step", "ratio to the longer of the two"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name in contenders:
@@ -154,17 +135,16 @@ def measure(kind: str, seconds: float, steps: int, rounds: int) -> Table:
 
 
 def main() -> None:
-    """Measure and print a table for each kind of work."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kinds", nargs="+", choices=["waiting", "multiplying"], default=["waiting", "multiplying"])
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of a batch, and of a step")
     parser.add_argument("--steps", type=int, default=50, help="steps of a contender in each round")
     parser.add_argument("--rounds", type=int, default=9, help=f"at least {FEWEST}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tables = [measure(kind, options.milliseconds / 1000, options.steps, options.rounds) for kind in options.kinds]
+    table = measure(options.milliseconds / 1000, options.steps, options.rounds)
     load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
-    Console(width=100).print(*tables, load, sep="\n\n", highlight=False)
+    Console(width=100).print(table, load, sep="\n\n", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """What the benchmarks are made of.
 
 A contender's processes (`contender`) sleep until they get an order (`orders`): to fit a model by the Trainer
-(`fitting`, `models`), to train ranks with different amounts of data (`joining`), to redirect collectives
-(`redirecting`), or to run a bare model in threads (`lock`). The same processes host all contenders in turn (`command`)
-for some rounds (`rounds`); the times become medians with intervals (`estimates`), conclusions (`results`,
-`checkpointing`, `joins`), tables (`tables`) and a picture (`picture`). Without a clock: which backward passes ours and
+(`fitting`, `models`), or to train ranks with different amounts of data (`joining`). The same processes host all
+contenders in turn (`command`) for some rounds (`rounds`); the times become medians with intervals (`estimates`), ratios
+in a table (`comparison`) and a picture (`picture`). Without a clock: which backward passes ours and
 its peers get right (`scenarios`, `peers`), and the memory that they take (`memory`).
 """
 

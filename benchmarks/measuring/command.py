@@ -27,32 +27,26 @@ _LEAST_WIDTH = 110  # columns of text, below which numbers of the tables are cut
 Order = Mapping[str, Any]
 
 
-def start_parser(description: str | None, models: list[str], output: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that all benchmarks have.
-
-    Args:
-        description: What the benchmark is for, on the first line.
-        models: Keys of `CASES`.
-        output: Name of the folder of the results.
-    """
+def start_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks in rounds have; the description is on the first line."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
     parser.add_argument("--rounds", type=int, default=15, help=f"rounds that have to count, at least {FEWEST}")
     parser.add_argument("--max-rounds", type=int, default=20, help="rounds that are run at most")
     parser.add_argument("--burst", type=float, default=0.7, help="seconds of a contender's turn")
     parser.add_argument("--any-load", action="store_true", help="count rounds however busy the machine was")
     parser.add_argument("--quick", action="store_true", help="see whether it works: one model, short turns, any load")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks") / output, help="folder of the results")
+    parser.add_argument("--output", type=Path, help="folder of the results; by default in runs/benchmarks")
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, quick_model: str) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, and make the folder of the results."""
     options = parser.parse_args()
     if options.quick:
-        options.models, options.rounds, options.burst, options.any_load = [quick_model], FEWEST, 0.05, True
+        options.rounds, options.burst, options.any_load = FEWEST, 0.05, True
     if not FEWEST <= options.rounds <= options.max_rounds:
         parser.error(f"`--rounds` must be at least {FEWEST} and at most `--max-rounds`, got {options.rounds}.")
+    options.output = options.output or Path("runs/benchmarks") / options.strategy
     options.output.mkdir(parents=True, exist_ok=True)
     return options
 

@@ -87,7 +87,6 @@ class Contender:
             first["longest"],
             by_others / available,
             stolen / available,
-            first["others"],
         )
 
     def _read(self, process: "subprocess.Popen[bytes]", deadline: float) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 CONFIDENCE = 0.95
 FEWEST = 6  # values, below which no two of them enclose the median with that confidence
@@ -46,17 +47,6 @@ def _choose_tail(count: int) -> int:
     return tail
 
 
-def floor_of_ratio(
-    one_thread_step: float, best_step: float, one_thread_passes: float, two_threads_passes: float
-) -> float:
-    """Return the ratio to the best single device that a strategy with two threads would reach if it cost nothing.
-
-    What a step does besides forward and backward stays as it is; forward and backward take what bare threads take.
-
-    Args:
-        one_thread_step: Seconds of a whole step on one device with one thread.
-        best_step: Seconds of a whole step on one device with the best number of threads.
-        one_thread_passes: Seconds of bare forward and backward of the whole batch in one thread.
-        two_threads_passes: Seconds until both of two threads have done so with half of the batch.
-    """
-    return (one_thread_step - one_thread_passes + two_threads_passes) / best_step
+def estimate_to_json(estimate: Estimate | None) -> dict[str, Any] | None:
+    """Return the numbers of an estimate by name."""
+    return None if estimate is None else asdict(estimate)

@@ -1,35 +1,17 @@
 """Outcomes of faults for people."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from tests.strategies.faults import FaultOutcome
+
 _SAID = 110  # characters
 
 
-class Outcome(Protocol):
-    """What became of a run, see `tests.strategies.faults`."""
-
-    fault: Any
-    seconds: float | None
-    rows: list[dict[str, Any]]
-    checkpoints: int
-    broken: list[str]
-    left: int
-
-    @property
-    def said(self) -> str:
-        """What a rank said."""
-
-    @property
-    def is_right(self) -> bool:
-        """Whether nothing hung, broke or stayed."""
-
-
-def make_fault_table(outcomes: Sequence[Outcome], limit: float) -> Table:
+def make_fault_table(outcomes: Sequence[FaultOutcome], limit: float) -> Table:
     """Show what became of runs.
 
     Args:
@@ -50,12 +32,12 @@ def make_fault_table(outcomes: Sequence[Outcome], limit: float) -> Table:
     return table
 
 
-def show_fault(outcome: Outcome) -> str:
+def show_fault(outcome: FaultOutcome) -> str:
     """Return the row of a fault as a line."""
     return " | ".join(_make_row(outcome))
 
 
-def _make_row(outcome: Outcome) -> list[str]:
+def _make_row(outcome: FaultOutcome) -> list[str]:
     completed = all(row["value"] for row in outcome.rows)
     seconds = "hung" if outcome.seconds is None else f"{outcome.seconds:.1f}"
     intact = f"{outcome.checkpoints} intact" if not outcome.broken else f"broken: {', '.join(outcome.broken)}"

@@ -26,20 +26,15 @@ from measuring.scenarios import Mode, difference_to_first_rank
 
 
 class Classifier(pl.LightningModule):
-    """Cross-entropy over a given network, logged under several names."""
+    """Cross-entropy over a given network."""
 
-    def __init__(self, network: nn.Module, keys: int = 0) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self._keys = [f"key{index}" for index in range(keys)]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the loss of a batch (inputs, labels)."""
-        inputs, labels = batch
-        loss = functional.cross_entropy(self.network(inputs), labels)
-        for key in self._keys:
-            self.log(key, loss)
-        return loss
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return plain SGD, so that the step is forward and backward."""
@@ -50,12 +45,7 @@ class StepTimes(pl.Callback):
     """A step lasts from the end of the one before to its own: everything that the Trainer does is in it."""
 
     def __init__(self) -> None:
-        self.first_begin = 0.0
         self.ends: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Read the clock if no step has begun before."""
-        self.first_begin = self.first_begin or time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:
         """End a step."""
@@ -107,10 +97,9 @@ def fit(
     ranks: int = 1,
     threads: int = 1,
     mode: Mode = "none",
-    keys: int = 0,
     flags: dict[str, Any] | None = None,
 ) -> None:
-    """Fit for some steps and report their times, and how long it took until there were any.
+    """Fit for some steps and report their times.
 
     Args:
         orders: Where to report to.
@@ -121,7 +110,6 @@ def fit(
         ranks: Number of processes that fit together.
         threads: Threads of each process.
         mode: How activations are recomputed; the network has to be `Segmented`.
-        keys: How many values each step logs.
         flags: Arguments of `DDPStrategy`, if that is the strategy.
 
     Raises:
@@ -134,7 +122,7 @@ def fit(
     if isinstance(network, Segmented):
         network.mode = mode
     torch.manual_seed(1 + int(os.environ.get("LOCAL_RANK", 0)))
-    module, loader = Classifier(network, keys), load_endlessly(chosen.batch_size // ranks, chosen.shape)
+    module, loader = Classifier(network), load_endlessly(chosen.batch_size // ranks, chosen.shape)
     times = StepTimes()
     trainer = make_trainer(
         strategy if flags is None else DDPStrategy(**flags),
@@ -146,16 +134,11 @@ def fit(
     gc.unfreeze()
     gc.collect()  # otherwise this fit clears away the one before
     gc.freeze()  # otherwise a collection of everything takes a quarter of a second, in some contenders' turns by chance
-    called = time.perf_counter()
     trainer.fit(module, loader)
     if ranks > 1:
         check_ranks(module, len(times.ends))
         destroy_group()  # `balanced_dp` refuses processes of an earlier strategy
-    orders.reply(
-        times.counted,
-        start_up=times.first_begin - called,
-        first_step=times.ends[0] - times.first_begin,
-    )
+    orders.reply(times.counted)
 
 
 if __name__ == "__main__":

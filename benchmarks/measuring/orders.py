@@ -6,7 +6,6 @@ import logging
 import os
 import statistics
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ class Orders:
         # Whatever libraries print goes to the errors, so that it cannot end up between the replies.
         self._replies = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self._cpu = 0.0
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
 
@@ -35,24 +33,16 @@ class Orders:
             os._exit(0)  # in the midst of training: an orderly end would wait for other ranks
         # Carrying out an order may hang, as a rank does whose peer is gone; sleeping cannot.
         faulthandler.dump_traceback_later(HARD_LIMIT, exit=True)
-        self._cpu = time.process_time()
         order: dict[str, Any] = json.loads(line)
         return order
 
-    def reply(self, seconds: Sequence[float], **others: float) -> None:
-        """Report the time of each step, and the CPU time that all threads of this process spent since the order.
-
-        Args:
-            seconds: Time of each step that counts.
-            **others: Further times in seconds.
-        """
+    def reply(self, seconds: Sequence[float]) -> None:
+        """Report the time of each step that counts."""
         reply = {
             "steps": len(seconds),
             "mean": statistics.fmean(seconds),
             "median": statistics.median(seconds),
             "longest": max(seconds),
-            "cpu": time.process_time() - self._cpu,
-            "others": others,
         }
         print(json.dumps(reply), file=self._replies, flush=True)
 

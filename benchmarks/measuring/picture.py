@@ -8,7 +8,7 @@ from typing import Any
 
 from measuring.estimates import Estimate
 
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 _TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _MORE_TICKS = (0.8, 0.9, 0.95, 1.05, 1.1, 1.3)  # where they have room
 _APART = 0.28  # between the series of a row, at most
@@ -20,7 +20,6 @@ def draw_ratios(
     models: Sequence[str],
     series: Mapping[str, Sequence[Estimate | None]],
     folder: Path,
-    floors: Mapping[str, float] | None = None,
     any_load: bool = False,
 ) -> list[Path]:
     """Draw ratios of times into `ratios.png` and `ratios.svg`.
@@ -30,7 +29,6 @@ def draw_ratios(
         models: One row each.
         series: What it is compared with or in, and the ratio of each model, or None if too few rounds count.
         folder: Where the pictures go.
-        floors: Ratios of the first series that cannot be beaten, of the models for which they are known.
         any_load: Whether rounds count that were not quiet.
 
     Returns:
@@ -47,7 +45,6 @@ def draw_ratios(
     offsets = [apart * (index - (len(series) - 1) / 2) for index in range(len(series))]
     for (label, ratios), offset, colour in zip(series.items(), offsets, _COLOURS, strict=False):
         _draw_series(axis, ratios, offset, label, colour)
-    _draw_floors(axis, {models.index(model) + offsets[0]: floor for model, floor in (floors or {}).items()})
     _finish(axis, models, title.split()[0])
     if any_load:
         axis.set_title("all rounds count, however busy the machine was", color="tab:red", fontsize="medium")
@@ -74,19 +71,6 @@ def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, la
         axis.annotate(text, place, xycoords=axis.get_yaxis_transform(), va="center", color=colour, fontsize="small")
 
 
-def _draw_floors(axis: Any, floors: Mapping[float, float]) -> None:
-    if floors:
-        axis.scatter(
-            list(floors.values()),
-            list(floors),
-            marker="|",
-            s=200,
-            color="black",
-            zorder=3,
-            label="least that Python's lock allows, to the best one device",
-        )
-
-
 def _finish(axis: Any, models: Sequence[str], ours: str) -> None:
     axis.axvline(1.0, color="black", linewidth=1)
     axis.set_xscale("log")
@@ -103,4 +87,6 @@ def _finish(axis: Any, models: Sequence[str], ours: str) -> None:
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     handles, _ = axis.get_legend_handles_labels()
-    axis.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize="small")
+    axis.figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(2, len(handles)), frameon=False, fontsize="small"
+    )

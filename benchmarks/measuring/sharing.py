@@ -4,16 +4,12 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -145,28 +141,3 @@ def follow(steps: int) -> int | None:
     is_close = [max(size * speed for size, speed in zip(one, SPEEDS[::-1], strict=True)) <= TOLERANCE * best
                 for one in sizes]  # fmt: skip
     return next((step for step in range(len(is_close)) if all(is_close[step:])), None)
-
-
-def count_messages(contender: Contender, work: str, steps: int) -> tuple[float, float]:
-    """Return the collectives and the bytes of a step on this rank, except those of torch's DDP."""
-    with _counting() as counted:
-        counts = []
-        for number in (steps, 2 * steps):  # what a run sends besides its steps drops out of the difference
-            counted[:] = [0, 0]
-            train(contender, work, number)
-            counts.append(tuple(counted))
-    return (counts[1][0] - counts[0][0]) / steps, (counts[1][1] - counts[0][1]) / steps
-
-
-@contextmanager
-def _counting() -> Iterator[list[int]]:
-    counted = [0, 0]
-
-    def count(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        counted[0] += 1
-        counted[1] += sum(part.nbytes for part in args if isinstance(part, Tensor))
-        return original(*args, **kwargs)
-
-    names = ("all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter", "send")
-    with mock.patch.multiple(dist, **{name: partial(count, getattr(dist, name)) for name in names}):
-        yield counted

@@ -165,6 +165,11 @@ class TensorVersions:
         return {n for n, (new, version, old, before) in pairs if new is not old or version != before or version < 0}
 
 
+def bits_of(flat: Tensor) -> Tensor:
+    """Return a flat tensor as integers of up to 32 bits, which are equal if all bits are."""
+    return flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+
+
 @torch.no_grad()
 def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return an integer on the device of each dense tensor that depends on every bit; the host does not wait.
@@ -176,7 +181,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         # A conjugated or negated tensor may have a flag instead of other values in memory.
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+        words = bits_of(flat)
         multipliers = _multipliers(flat.device)
         blocks = [words] if words.numel() <= _WORDS else torch.split(words, _WORDS)  # fast if tensors are small
         of_blocks = [(block * multipliers[: block.numel()]).sum() for block in blocks]

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
-from lightning_ddp_ext._compat.torch import TensorVersions, checksums, equal_or_nan, find_ignored, read_all
+from lightning_ddp_ext._compat.torch import TensorVersions, bits_of, checksums, equal_or_nan, find_ignored, read_all
 from lightning_ddp_ext._lightning import LightningModule, Trainer
 from lightning_ddp_ext.batches.containers import is_record
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes
@@ -32,6 +32,7 @@ _CODE = (type, FunctionType, BuiltinFunctionType, partial)  # the same on every 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
 _SILENT = (list, tuple, set, LRScheduler)
 _LARGEST_DICTIONARY = 64  # entries that are compared
+_LARGE = 2**17  # bytes of a parameter from which a checksum replaces a copy
 _MISSING = "missing"
 _END = b"\n"  # of the JSON in a message
 Attribute = tuple[str | int, str]  # the path of a module or the number of an optimizer, and the name of the attribute
@@ -126,16 +127,15 @@ class StepMirror:
 
     def remember(self) -> None:
         """Remember the state before a step, on a rank that runs it."""
-        self._before, self._attributes_before = self._read(), self._attributes()
-        self._sums_before = self._sums()
+        parameters = self._parameters()
+        self._before, self._attributes_before = self._read(parameters), self._attributes()
+        self._contents_before = _contents(parameters)
 
     @torch.no_grad()
     def changes(self) -> dict[str, Any]:
         """Return the changes since `remember`, which `pack` serialises."""
-        parts, sums = self._read(), self._sums()
-        common = [name for name in sums if name in self._sums_before]
-        differ = read_all([sums[name] != self._sums_before[name] for name in common])
-        rewritten = set(compress(common, differ))
+        parameters = self._parameters()
+        parts, rewritten = self._read(parameters), self._rewritten(parameters)
         found: dict[str, tuple[str, Any]] = {name: (_MISSING, None) for name in self._before if name not in parts}
         for name, part in parts.items():
             before = self._before.get(name)
@@ -149,7 +149,7 @@ class StepMirror:
     @torch.no_grad()
     def take(self, changes: dict[str, Any]) -> None:
         """Set the state that has changed on the rank that has run the step."""
-        own = self._read() if changes else {}
+        own = self._read(self._parameters()) if changes else {}
         for name, (form, value) in changes.get("parts", {}).items():
             present = own[name].form if name in own else _MISSING
             # A step may make modules without parameters, such as losses, on ranks with data only.
@@ -169,15 +169,20 @@ class StepMirror:
         ignored = find_ignored(self._module)
         return {f"parameter `{name}`": one for name, one in self._module.named_parameters() if name not in ignored}
 
-    def _sums(self) -> dict[str, Tensor]:
-        """Return checksums of the parameters, as a change through `.data` increases no version."""
-        parameters = self._parameters()
-        return dict(zip(parameters, checksums(parameters.values()), strict=True))
+    def _rewritten(self, parameters: dict[str, nn.Parameter]) -> set[str]:
+        """Return the names of parameters whose contents differ; all of those copied together if one is new."""
+        now, before = _contents(parameters), self._contents_before
+        common = [names for names in now if names in before and now[names].shape == before[names].shape]
+        found = {name for names in now if names not in common for name in names}
+        for names in compress(common, read_all([(now[names] != before[names]).any() for names in common])):
+            sizes = [parameters[name].numel() for name in names] if len(names) > 1 else [now[names].numel()]
+            pairs = zip(*(torch.split(one.reshape(-1), sizes) for one in (now[names], before[names])), strict=True)
+            found.update(name for name, pair in zip(names, pairs, strict=True) if not torch.equal(*pair))
+        return found
 
-    def _read(self) -> dict[str, _Part]:
+    def _read(self, parameters: dict[str, nn.Parameter]) -> dict[str, _Part]:
         """Read the parts of the training state by name, of which a step may make others."""
         module, is_manual, ignored = self._module, not self._module.automatic_optimization, find_ignored(self._module)
-        parameters = self._parameters()
         excluded = {*module.parameters()}.difference(parameters.values())
         found = {name: _parameter(one) for name, one in parameters.items()}
         for name, part in module.named_modules():
@@ -249,6 +254,23 @@ class StepMirror:
         if _is_plain(own) and len(own) == len(before) and all(map(equal_or_nan, own, before)):
             values.pop(name, None)
             values.update(zip([name], after, strict=False))  # nothing if the attribute has been deleted
+
+
+def _contents(parameters: dict[str, nn.Parameter]) -> dict[tuple[str, ...], Tensor]:
+    """Return the contents of parameters by their names, as a change through `.data` increases no version.
+
+    Small parameters are copied together, since a hundred operations take milliseconds; large ones have checksums.
+    """
+    small: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    found: dict[tuple[str, ...], Tensor] = {}
+    for name, one in parameters.items():
+        if one.nbytes <= _LARGE:
+            small.setdefault((one.dtype, one.device), []).append(name)
+        else:
+            found[(name,)] = checksums([one])[0]
+    for names in small.values():
+        found[tuple(names)] = bits_of(torch.cat([parameters[name].detach().reshape(-1) for name in names]))
+    return found
 
 
 def _parameter(one: nn.Parameter) -> _Part:

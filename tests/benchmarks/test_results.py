@@ -7,24 +7,11 @@ import random
 from contextlib import nullcontext
 
 import pytest
-from measuring import joins
-from measuring.checkpointing import SpeedResult, make_speed_table
-from measuring.estimates import Estimate, estimate_median, floor_of_ratio
+from measuring.comparison import NOT_SOUND, Comparison, describe_stolen, explain_failures, make_table
+from measuring.estimates import Estimate, estimate_median
 from measuring.faults import make_fault_table
-from measuring.joining import ACCELERATE, JOIN
-from measuring.models import MANY, TINY
-from measuring.peers import OURS, PEERS, Outcome, combine, judge
-from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
+from measuring.peers import OURS, Outcome, combine, judge
 from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds
-from measuring.scenarios import MODES
-from measuring.tables import (
-    NOT_SOUND,
-    describe_stolen,
-    explain_lock,
-    make_lock_table,
-    make_overhead_table,
-    make_step_table,
-)
 from rich.console import Console
 
 from tests.strategies.faults import Fault, FaultOutcome
@@ -33,7 +20,7 @@ QUIET, BUSY = MOST_BY_OTHERS / 2, MOST_BY_OTHERS * 2
 
 
 def burst(seconds, by_others=QUIET):
-    return Burst(30, seconds, seconds, seconds, by_others, 0.5, {"start_up": 0.1, "first_step": 0.2})
+    return Burst(30, seconds, seconds, seconds, by_others, 0.5)
 
 
 def collect(times, by_others=lambda round_: QUIET, **options):
@@ -93,62 +80,34 @@ def test_processes_stay_for_some_rounds_and_a_load_on_all_contenders_leaves_the_
     assert measurement.ratio("a", "b") == Estimate(0.5, 0.5, 0.5)
 
 
-def step_result(**options):
-    times = {name_device(1): 0.02, name_device(2): 0.01, DDP: 0.016, BALANCED: 0.008}
-    return StepResult(collect(times, **options), [1, 2])
+PAIRS = {"to the best": ("ours", ["slow", "fast", "failing"]), "to none": ("ours", ["failing"])}
 
 
-def lock_result(**options):
-    ways = [(direction, *way) for direction in ("forward", "backward") for way in LockResult.WAYS]
-    return LockResult(collect({LockResult.name_contender(*way): 0.001 * way[1] for way in ways}, **options))
+def comparison(**options):
+    times = {"ours": 0.012, "slow": 0.02, "fast": 0.01}
+    return Comparison(collect(times, **options), PAIRS, {"failing": "UserWarning: no effect"})
 
 
-def overhead_result(**options):
-    names = ["one device", "balanced_dp (4)"]
-    pairs = [(index, name, keys) for index, name in enumerate(names) for keys in (0, 10)]
-    times = {OverheadResult.name_contender(name, keys): 0.001 + 0.002 * i + 0.0001 * keys for i, name, keys in pairs}
-    return OverheadResult(collect(times, **options), names, 10)
+def test_the_fastest_reference_that_was_measured_counts_and_failures_are_named_once():
+    found = comparison()
+    assert (found.reference("to the best"), found.reference("to none")) == ("fast", None)
+    assert found.ratio("to the best").median == pytest.approx(1.2)
+    assert found.ratio("to none") is None
+    written = json.loads(json.dumps(found.to_json()))
+    assert written["rounds run"] == 8
+    assert written["seconds"].keys() == {"ours", "slow", "fast"}
+    assert [*explain_failures([found, found])] == ["failing: UserWarning: no effect"]
 
 
-def test_balanced_dp_is_relative_to_the_best_device_and_the_floor_replaces_forward_and_backward():
-    steps, lock, overhead = step_result(), lock_result(), overhead_result()
-    assert steps.best_device == name_device(2)
-    assert (steps.ratio_to_device.median, steps.ratio_to_ddp.median) == pytest.approx((0.8, 0.5))
-    assert (floor_of_ratio(10.0, 10.0, 6.0, 6.0), floor_of_ratio(10.0, 8.0, 6.0, 12.0)) == (1.0, 2.0)
-    assert lock.floor(steps) == pytest.approx((0.02 - 0.002 + 0.004) / 0.01)
-    assert lock.floor(StepResult(steps.measurement, [2])) is overhead.more_per_step("one device") is None
-    assert overhead.more_per_step("balanced_dp (4)").median == pytest.approx(0.002)
-    assert overhead.per_key("one device").median == pytest.approx(0.0001)
-    for result in (steps, lock, overhead):
-        assert json.loads(json.dumps(result.to_json()))["rounds run"] == len(result.measurement.rounds)
+def test_a_table_has_no_ratios_without_quiet_rounds():
+    def table(**options):
+        return printed(make_table("title", {"MLP": comparison(**options)}))
 
-
-def test_tables_of_balanced_dp_have_no_ratios_without_quiet_rounds():
-    def tables(**options):
-        steps, lock = {"transformer": step_result(**options), TINY: step_result(**options)}, lock_result(**options)
-        parts = [make_step_table(steps), make_overhead_table(overhead_result(**options)), make_lock_table(lock)]
-        return printed(*parts, explain_lock(lock, steps[TINY]))
-
-    quiet, busy = tables(), tables(by_others=lambda round_: BUSY)
-    assert all(part in quiet for part in ("0.80 [0.80, 0.80]", "+2.00 [+2.00, +2.00]", "8 of 8"))
-    assert NOT_SOUND not in quiet.replace(f'"{NOT_SOUND}"', "")
-    assert ("[" in busy, NOT_SOUND in busy, "0 of 12" in busy) == (False, True, True)
-    any_load = tables(by_others=lambda round_: BUSY, any_load=True)
-    assert (any_load.count("HOWEVER BUSY"), "[" in any_load) == (3, True)
-
-
-def test_the_fastest_peer_of_ddp_checkpoint_that_survives_is_the_reference():
-    def speed(**options):
-        times = {OURS: 0.012, **dict.fromkeys(PEERS, 0.02), "static_graph": 0.01}
-        del times["bucket_view"]
-        return SpeedResult(collect(times, **options), {"bucket_view": "RuntimeError: boom"})
-
-    result = speed()
-    assert (result.fastest_peer, result.ratio.median) == ("static_graph", pytest.approx(1.2))
-    assert "bucket_view" not in json.loads(json.dumps(result.to_json()))["seconds"]
-    assert speed(by_others=lambda round_: BUSY).ratio is None
-    table = printed(make_speed_table({MANY: dict.fromkeys(MODES, result)}, any_load=True), width=110)
-    assert "batched_" in table  # of torch 2.13
+    quiet, busy = table(), table(by_others=lambda round_: BUSY)
+    assert all(part in quiet for part in ("1.20 [1.20, 1.20]", "8 of 8", "failing: error"))
+    assert ("1.20" in busy, NOT_SOUND in busy, "0 of 12" in busy) == (False, True, True)
+    any_load = table(by_others=lambda round_: BUSY, any_load=True)
+    assert ("HOWEVER BUSY" in any_load, "1.20" in any_load) == (True, True)
 
 
 @pytest.mark.slow
@@ -162,26 +121,6 @@ def test_known_peers_are_judged_right():
     # A rank that does not end is a hang, unless another has an error.
     for letters, combined in (("PH", "H"), ("HE", "E"), ("PD", "D")):
         assert combine([*map(Outcome, letters)]).letter == combined
-
-
-def pairs_result(pairs, failures=()):
-    """Contenders take 0.018 s each, their references 0.02 s."""
-    times = {reference: 0.02 for _, reference in pairs.values()} | {one: 0.018 for one, _ in pairs.values()}
-    times = {name: time for name, time in times.items() if name not in failures}
-    return joins.PairsResult(collect(times), pairs, dict.fromkeys(failures, "UserWarning: no effect"))
-
-
-def test_a_contender_of_ddp_join_that_failed_has_no_ratio():
-    failing = pairs_result(joins.pair_uneven(), [ACCELERATE])
-    uneven = {TINY: failing, "MLP": pairs_result(joins.pair_uneven())}
-    text = printed(joins.make_uneven_table(uneven, any_load=False), *joins.explain_failures(uneven))
-    assert text.count("0.90 [0.90, 0.90]") == 3 + 4
-    assert text.count(f"{ACCELERATE}: UserWarning: no effect") == 1
-    assert failing.ratio(ACCELERATE) is None
-    assert failing.ratio(JOIN).median == pytest.approx(0.9)
-    written = json.loads(json.dumps(failing.to_json()))
-    assert written["failures"] == {ACCELERATE: "UserWarning: no effect"}
-    assert ACCELERATE not in written["seconds"]
 
 
 def row(rank, error="", value=None):
