@@ -260,11 +260,10 @@ def main(method):
     )
     trainer.fit(model, DataLoader(data, batch_size=4))
 """
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # How ranks start, which strategy, and the modules that the program imports before the others.
 STARTS = {
     "ddp_join": ("ddp_join", "lightning_ddp_ext"), "balanced_dp": ("balanced_dp", "lightning_ddp_ext"),
-    "torchrun": ("ddp_join", ""), "spawn": ("spawn", ""), "fork": ("fork", ""), "forkserver": ("forkserver", ""),
+    "forkserver": ("forkserver", ""),
 }  # fmt: skip
 
 
@@ -277,7 +276,7 @@ def train(folder, lightning, start):
     method, imported = STARTS[start]
     begin = f"import importlib, sys\nfor name in {imported.split()!r}:\n    importlib.import_module(name)\n"
     (folder / "start.py").write_text(f"{begin}import program\nif __name__ == '__main__':\n    program.main({method!r})")
-    run([*(TORCHRUN if start == "torchrun" else []), "start.py"], cwd=folder)
+    run(["start.py"], cwd=folder)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("program*.json"))]
 
 

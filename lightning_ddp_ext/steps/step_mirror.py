@@ -183,7 +183,7 @@ class StepMirror:
     def _read(self, parameters: dict[str, nn.Parameter]) -> dict[str, _Part]:
         """Read the parts of the training state by name, of which a step may make others."""
         module, is_manual, ignored = self._module, not self._module.automatic_optimization, find_ignored(self._module)
-        excluded = {*module.parameters()}.difference(parameters.values())
+        excluded = {*module.parameters()}.difference(parameters.values()) if ignored else set()
         found = {name: _parameter(one) for name, one in parameters.items()}
         for name, part in module.named_modules():
             buffers = {leaf: one for leaf, one in part._buffers.items() if f"{name}.{leaf}".strip(".") not in ignored}
@@ -217,9 +217,10 @@ class StepMirror:
 
     def _attributes(self) -> dict[Attribute, Any]:
         """Return what shows a change of the attributes that modules and optimizers do not have from their bases."""
-        metrics = [part for part in self._module.modules() if isinstance(part, Metric | MetricCollection)]
+        parts = [*self._module.named_modules()]
+        metrics = (part for _, part in parts if isinstance(part, Metric | MetricCollection))
         in_metrics = {id(part) for metric in metrics for part in metric.modules()}
-        parts = ((name, part) for name, part in self._module.named_modules() if id(part) not in in_metrics)
+        parts = [(name, part) for name, part in parts if id(part) not in in_metrics]
         return {
             (owner, name): mark
             for owner, one in (*parts, *enumerate(self._trainer.optimizers))
