@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The tests of a file share processes, so that one worker runs them all.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: train test slow lint types docs package versions gpu clean
 
@@ -10,12 +12,12 @@ train: $(VENV)/demo.installed
 	$(BIN)/lightning-ddp-ext strategy=balanced_dp strategy.gpu0_batch_size=8
 
 test: $(VENV)/all.installed
-	$(BIN)/python -m pytest -m "not slow and not exhaustive"
-	$(BIN)/python -m pytest --accelerator=virtual -m "virtual and not slow and not exhaustive"
+	$(PYTEST) -m "not slow and not exhaustive"
+	$(PYTEST) --accelerator=virtual -m "virtual and not slow and not exhaustive"
 
 slow: $(VENV)/all.installed
-	$(BIN)/python -m pytest -m "slow and not exhaustive"
-	$(BIN)/python -m tests.versions.second_name -m "not slow and not exhaustive"
+	$(PYTEST) -m "slow and not exhaustive"
+	$(BIN)/python -m tests.versions.second_name --numprocesses 2 --dist loadfile -m "not slow and not exhaustive"
 
 lint: $(VENV)/all.installed
 	$(BIN)/ruff check .

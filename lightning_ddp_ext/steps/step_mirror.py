@@ -175,8 +175,9 @@ class StepMirror:
         common = [names for names in now if names in before and now[names].shape == before[names].shape]
         found = {name for names in now if names not in common for name in names}
         for names in compress(common, read_all([(now[names] != before[names]).any() for names in common])):
-            sizes = [parameters[name].numel() for name in names] if len(names) > 1 else [now[names].numel()]
-            pairs = zip(*(torch.split(one.reshape(-1), sizes) for one in (now[names], before[names])), strict=True)
+            own = [one.reshape(-1) for one in (now[names], before[names])]  # integers of one size
+            sizes = [parameters[name].nbytes // own[0].element_size() for name in names] if len(names) > 1 else [1]
+            pairs = zip(*(torch.split(one, sizes) for one in own), strict=True)
             found.update(name for name, pair in zip(names, pairs, strict=True) if not torch.equal(*pair))
         return found
 

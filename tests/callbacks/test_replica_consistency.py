@@ -266,14 +266,16 @@ def test_a_single_name_is_refused_with_the_list_to_write():
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of `ddp` on CUDA
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("auto", 1), ("ddp", 1), (BalancedDataParallelStrategy(), 2)], ids=str
+    ("make", "devices"),
+    [(lambda: "auto", 1), (lambda: "ddp", 1), (BalancedDataParallelStrategy, 2)],
+    ids=["one device", "ddp", "balanced_dp"],
 )
-def test_one_process_has_nothing_to_compare(strategy, devices, monkeypatch):
+def test_one_process_has_nothing_to_compare(make, devices, monkeypatch):
     printed = []
     monkeypatch.setattr(replica_consistency, "rank_zero_info", printed.append)
     consistency = ReplicaConsistency(every_n_steps=1)
     options = {"precision": "64-true", "max_epochs": 2, "limit_train_batches": 2}
-    quiet_trainer(strategy, devices, callbacks=[consistency], **options).fit(Classifier(), batches())
+    quiet_trainer(make(), devices, callbacks=[consistency], **options).fit(Classifier(), batches())
     assert printed == ["ReplicaConsistency compares nothing: there is one process."]
     assert (consistency.comparisons, consistency.seconds) == (0, 0)
 

@@ -52,7 +52,8 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
         selftest.Model = Stopping if is_last else selftest.Model
     elif fault == "port":
         selftest._CONNECT_LIMIT = 8.0
-        os.environ["MASTER_PORT"] = "9" if is_last else os.environ.get("MASTER_PORT", "")
+        if is_last:
+            os.environ["MASTER_PORT"] = "9"
     elif fault == "native":
         selftest.Model = Failing
         os.getloadavg = lambda: (99.0, 0.0, 0.0)
