@@ -264,7 +264,7 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
     if dist.get_world_size(group) == 1 or len(set(gather_integer(fingerprint_all(tensors), group))) == 1:
         return None
     own = {name: (describe(tensor), fingerprint(tensor)) for name, tensor in tensors.items()}
-    records = gather_objects(own, group)
+    records = gather_objects(own, group)  # on all ranks, since all have seen that the numbers differ
     names = list(dict.fromkeys(name for record in records for name in record))
     differing = [name for name in names if len({record.get(name) for record in records}) > 1]
     if not differing:  # the same tensors in another order

@@ -118,6 +118,7 @@ def gather_bytes(data: Tensor, group: dist.ProcessGroup | None = None, target: i
 def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the JSON-serialisable object of each rank, or a single one if all are equal, for 8 bytes per rank."""
     own = int.from_bytes(bytes.fromhex(digest(value)), "little", signed=True)
+    # Ranks are nearly always equal, which a number shows; all have the same numbers, so all go on to the objects or none.
     return [value] if len(set(gather_integer(own, group))) == 1 else gather_objects(value, group)
 
 
@@ -134,6 +135,7 @@ def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int
 def broadcast_bytes(data: Tensor | None, group: dist.ProcessGroup | None, source: int) -> Tensor:
     """Return the bytes of the rank at position `source` of the group; other ranks pass None. Two collectives."""
     device = exchange_device(group)
+    # First the length, because the other ranks have to make a tensor of this size.
     length = torch.tensor(0 if data is None else data.numel(), dtype=torch.int64, device=device)
     dist.broadcast(length, group=group, group_src=source)
     sent = torch.empty(int(length), dtype=torch.uint8, device=device) if data is None else data.to(device)
@@ -183,6 +185,7 @@ def scatter_objects(
         if error is not None:
             raise error
         return unpack(packed[0])[0]
+    # Before the objects, so that an error of the source is raised on every rank instead of leaving the others to wait.
     lengths = broadcast_object(str(error) if error else [len(data) for data in packed], group, source)
     if error is not None:
         raise error
