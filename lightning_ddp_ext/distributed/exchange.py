@@ -118,7 +118,7 @@ def gather_bytes(data: Tensor, group: dist.ProcessGroup | None = None, target: i
 def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the JSON-serialisable object of each rank, or a single one if all are equal, for 8 bytes per rank."""
     own = int.from_bytes(bytes.fromhex(digest(value)), "little", signed=True)
-    # Ranks are nearly always equal, which a number shows; all have the same numbers, so all go on to the objects or none.
+    # Ranks are nearly always equal, which a number shows; all have the same numbers, so that all send objects or none.
     return [value] if len(set(gather_integer(own, group))) == 1 else gather_objects(value, group)
 
 
