@@ -1,0 +1,206 @@
+"""The rows of the table: each trains as one process on the batches of all ranks, or is refused."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+
+from lightning_ddp_ext import ClassWeights, TokenCount
+from tests.parity import CachesMask, models
+from tests.parity.columns import Row, pairs
+from tests.parity.models import CHANGES, CLASS_WEIGHTS, Language, Layers, texts
+from tests.strategies.toolkit import RANK, Adversaries, Classifier, Fused, Polyak
+
+TRAINER = ("balanced_dp", "balanced_ddp", "ddp_join", "ddp_checkpoint")
+OF_RANKS = TRAINER[1:]
+OWN = TRAINER[2:]  # every rank has batches of its own
+JOIN_3 = ("ddp_join on 3 ranks",)
+FABRIC = ("fabric balanced_ddp", "fabric ddp_join", "fabric ddp_checkpoint")
+
+Momentum = partial(Classifier, torch.optim.SGD, lr=0.1, momentum=0.9)
+Summed = partial(Momentum, is_sum=True)
+LBFGS = partial(Classifier, torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def negative_weight(batch: Any) -> float:
+    return -1.0
+
+
+EXACT = {
+    "momentum": Row(Momentum, validates=True),
+    "Adam": Row(Classifier),
+    "stream": Row(Momentum, is_stream=True, validates=True),
+    "three ranks": Row(Momentum, validates=True, columns=JOIN_3),
+    "three ranks, stream, accumulated": Row(Momentum, windows=2, is_stream=True, columns=JOIN_3),
+    "three ranks, recomputed layers": Row(partial(Layers, partial(models.Transformer, True)), columns=JOIN_3),
+    "clipped by norm": Row(Momentum, trainer={"gradient_clip_val": 0.05}),
+    "clipped by value": Row(Momentum, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulated over 2": Row(Momentum, windows=2, validates=True),
+    "accumulated over 3, clipped": Row(Momentum, windows=3, trainer={"gradient_clip_val": 0.05}),
+    "accumulated stream": Row(Momentum, windows=2, is_stream=True, columns=TRAINER),
+    "sum": Row(Summed, weight_by="sum"),
+    "sum, accumulated": Row(Summed, weight_by="sum", windows=2),
+    "scheduled": Row(models.Scheduled),
+    "accumulated, scheduled": Row(models.Scheduled, windows=2),
+    "parameter containers": Row(partial(Layers, models.with_containers)),
+    "parametrized": Row(partial(Layers, models.parametrized)),
+    "hooked norms": Row(partial(Layers, models.hooked_norms), columns=TRAINER),
+    "complex weights": Row(partial(Layers, models.Complex)),
+    "adapters": Row(partial(Layers, lambda: nn.Sequential(models.LowRank(nn.Linear(5, 3)), nn.Tanh()))),
+    "tied weights": Row(partial(Layers, models.tied)),
+    "frozen normalisation": Row(partial(Layers, lambda: nn.Sequential(nn.Linear(5, 3), models.FrozenNorm(3).eval()))),
+    "transformer": Row(partial(Layers, partial(models.Transformer, None))),
+    "recomputed layers": Row(partial(Layers, partial(models.Transformer, False))),
+    "recomputed layers, reentrant": Row(partial(Layers, partial(models.Transformer, True)), windows=2),
+    "moving mean": Row(partial(Layers, models.Moving)),
+    "gradients of samples": Row(partial(models.Functional, lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))),
+    "penalty on a slope": Row(models.Penalised),
+    "adversarial inputs": Row(models.Adversarial),
+    "partly used": Row(models.Partial),
+    "partly used, accumulated": Row(models.Partial, windows=2),
+    "thawed": Row(models.Thawing, columns=TRAINER),
+    "evaluation mode": Row(models.Evaluating),
+    "caches of the size of a batch": Row(partial(CachesMask, torch.optim.SGD, lr=0.1), data=pairs, columns=TRAINER),
+    "another precision": Row(partial(Layers, lambda: nn.Linear(5, 3).double()), trainer={"precision": "32-true"},
+                             columns=TRAINER),
+    "optimizer inside of the backward pass": Row(partial(Classifier, Fused), columns=OWN),
+    "optimizer inside, made early": Row(models.FusedEarly, windows=2, columns=OWN),
+    "an empty batch": Row(Momentum, [[3, 4], [2, 0]], columns=(*OWN, *FABRIC)),
+    "a rank without data": Row(Momentum, [[], [5, 4], [2]], columns=("ddp_join", "fabric ddp_join"), wrong=None),
+    "a rank without data, accumulated": Row(Momentum, [[2, 3], [], [2]], windows=3, columns=JOIN_3),
+    "one rank with data": Row(Momentum, [[], [], [3, 2, 4]], is_stream=True, columns=JOIN_3, wrong=None),
+    "tokens by a callable": Row(models.Tokens, weight_by=models.count_tokens, wrong="samples"),
+    "tokens by a callable, accumulated": Row(models.Tokens, weight_by=models.count_tokens, wrong="samples", windows=3,
+                                             columns=OF_RANKS),
+    "language": Row(Language, data=texts, weight_by="tokens", wrong="samples"),
+    "language, accumulated": Row(Language, data=texts, weight_by=TokenCount(shift=True), wrong="samples", windows=3,
+                                 columns=OF_RANKS),
+    "packed": Row(Language, data=partial(texts, packed=True), weight_by="tokens", wrong="equal", windows=2,
+                  columns=OWN),
+    "class weights": Row(partial(Language, CLASS_WEIGHTS), data=texts, wrong="tokens",
+                         weight_by=ClassWeights(CLASS_WEIGHTS, labels=models.counted_classes)),
+    "sparse gradients": Row(partial(Language, sparse=True), data=texts, weight_by="tokens", wrong="samples",
+                            columns=OF_RANKS),
+    "L-BFGS": Row(LBFGS, tolerance=1e-6),
+    "steps by the loss": Row(partial(Classifier, Polyak)),
+    "steps by a sum": Row(partial(Classifier, Polyak, is_sum=True), weight_by="sum", wrong="samples"),
+    "two sums": Row(models.ManualSums, weight_by="sum", columns=OF_RANKS),
+    "two optimizers": Row(Adversaries, columns=OF_RANKS),
+    "two optimizers, accumulated by hand": Row(partial(Adversaries, toggle=False, accumulate=True), columns=OF_RANKS),
+    "two optimizers of torch": Row(models.ByTorch, columns=OF_RANKS),
+    "a probe, accumulated": Row(models.WithProbe, windows=2, columns=OWN),
+    "two tasks, recomputed": Row(partial(models.TwoTasks, False), columns=(*OF_RANKS, *FABRIC)),
+    "two tasks, recomputed, reentrant": Row(partial(models.TwoTasks, True), columns=OF_RANKS),
+    "a manual step": Row(models.Manual, columns=(*OF_RANKS, *FABRIC)),
+    "a manual step with its own rate": Row(partial(models.Manual, lr=lambda number: 0.1 / (1 + number)),
+                                           columns=OF_RANKS),
+    "lists in the state": Row(partial(models.Manual, models.WithHistory), columns=OF_RANKS),
+    "by the loss, manually": Row(partial(models.SteppingByTheLoss, False), columns=OF_RANKS),
+    "by the loss, with torch's optimizer": Row(partial(models.SteppingByTheLoss, True), columns=OF_RANKS),
+    "twins": Row(models.Twins, weight_by="equal", wrong="samples", columns=OWN),
+    "all pairs": Row(partial(models.Contrast, False), weight_by="equal", wrong="samples", columns=OWN),
+    "own pairs": Row(partial(models.Contrast, True), weight_by="sum", wrong="samples", columns=OWN),
+    "skipped": Row(models.Skipping, [[3, 7, 2, 7], [2, 4, 1, 7]], skipped=7, columns=OWN),
+    "skipped, accumulated": Row(models.Skipping, [[3, 7, 7, 2], [1, 2, 7, 4]], skipped=7, windows=2, columns=OWN),
+    "skipped, sums": Row(partial(models.Skipping, is_sum=True), [[3, 7, 2], [2, 4, 7]], skipped=7,
+                         weight_by="sum", columns=OWN),
+    **{change.__name__: Row(partial(models.Changing, change), columns=OF_RANKS) for change in CHANGES},
+}  # fmt: skip
+
+EVEN = [[4] * 4] * 3
+
+
+def post_local_sgd() -> dict[str, Any]:
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
+    return {"ddp_comm_state": state, "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook, "model_averaging_period": 2}
+
+
+def identical(model: Any = models.Normalised, columns: Any = OF_RANKS, **options: Any) -> Row:
+    return Row(model, ((4, 5, 6, 3), (2, 4, 3, 2)), columns=columns, is_exact=False, wrong=None, epochs=3, **options)
+
+
+IDENTICAL = {
+    "dropout": identical(),
+    "random numbers of ranks": identical(models.Drawing),
+    "early stopping": identical(trainer=lambda: {"callbacks": [EarlyStopping("val_loss_epoch")]}, validates=True),
+    "averaged weights": identical(
+        trainer=lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]}, columns=OWN
+    ),
+    "moving averages": identical(trainer=lambda: {"callbacks": [EMAWeightAveraging()]}, columns=OWN),
+    "accumulation schedule": identical(
+        trainer=lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 1, 2: 3})]}
+    ),
+    "bf16-mixed": identical(trainer={"precision": "bf16-mixed"}),
+    "bf16-true": identical(trainer={"precision": "bf16-true"}),
+    "post-local SGD": identical(columns=("ddp_checkpoint",), options=post_local_sgd()),
+    "compressed gradients": identical(
+        options={"ddp_comm_hook": default_hooks.allreduce_hook,
+                 "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}
+    ),
+    "recomputed linear layers": identical(options={"activation_checkpointing": "torch.nn.Linear"}),
+}  # fmt: skip
+
+BY_HAND = "rank {}: `Adam` is about to step"
+DIFFERS = "ReplicaMismatchError: ranks are not set up alike: {}"
+RATE = "setting `lr` of parameter group 0 of optimizer 0 (SGD) is "
+
+
+def refused(model: Any, text: str, sizes: Any = EVEN, columns: Any = OWN, **options: Any) -> Row:
+    return Row(model, sizes, refused=text, columns=columns, wrong=None, **options)
+
+
+def differs(hook: str, change: Any, text: str, **options: Any) -> Row:
+    return refused(partial(models.Differing, hook, change), f"ranks are not set up alike: {text}", **options)
+
+
+REFUSED = {
+    "raw backward": refused(models.RawBackward, BY_HAND),
+    "gradients set by hand": refused(models.ByHandAlone, BY_HAND),
+    "steps of one rank": refused(models.SteppingAlone, "RanksOutOfStepError: rank {} has made"),
+    "steps of other optimizers": refused(
+        partial(models.SteppingAlone, steps_first=True), "as many as others, but not with the same optimizers"
+    ),
+    "a parameter that came later": refused(
+        models.GrownHead, BY_HAND + " with the gradient of `head.weight`, which was not part"
+    ),
+    "a trained tensor that is no parameter": refused(
+        models.PlainTensor, "rank {}: `SGD` is about to step with the gradient of a parameter of shape [2], which was"
+    ),
+    "negative weight": refused(Classifier, "ValueError: `weight_by` returned -1.0", weight_by=negative_weight),
+    "uneven passes": refused(partial(models.ManualSums, True), "OutOfStepError: rank {} synchronises gradients at batch",
+                             columns=("ddp_checkpoint",)),
+    "torch's optimizer inside of the backward pass": refused(
+        models.InBackward, "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward"
+    ),
+    "different modules": refused(models.DifferentSize, "`network.2.weight` is"),
+    "different arguments": refused(Classifier, "argument `bucket_cap_mb` is 5 on rank 0 but 6 on rank 1",
+                                   options={"bucket_cap_mb": 5 + RANK}),
+    "rate by a value of a rank": refused(models.Monitoring, RATE + "0.1 on rank 0 but 0.01", epochs=3),
+    "rate by a number of a rank": differs(
+        "on_train_batch_end", lambda module, optimizer: optimizer.param_groups[0].update(lr=0.1 / (1 + RANK)),
+        RATE + "0.1 on rank 0 but 0.05",
+    ),
+    "manual rate": refused(partial(models.Manual, lr=lambda number: 0.1 * (1 + RANK * (number > 1))),
+                           "ranks are not set up alike: " + RATE + "0.1 on rank 0 but 0.2"),
+    "groups of parameters": differs("on_train_batch_end", models.adds_a_group,
+                                    "number of parameter groups of optimizer 0 (SGD) is 1 on rank 0 but 2 on rank 1"),
+    "last batch": differs("on_train_batch_end", models.decays_last,
+                          "setting `weight_decay` of parameter group 0 of optimizer 0 (SGD) is 0.0 on rank 0 but 0.1"),
+    "an array of numpy": differs(
+        "on_train_batch_start",
+        lambda module, optimizer: optimizer.param_groups[0].update(w=np.array([0.5, 0.25 * (1 + RANK)])),
+        "setting `w` of parameter group 0 of optimizer 0 (SGD) is [0.5, 0.25] on rank 0 but [0.5, ",
+    ),
+    "other parameters": refused(models.OtherLayers, "parameter `layers.0.weight` of parameter group 0 of optimizer 0"),
+}  # fmt: skip
+
+ROWS = {**EXACT, **IDENTICAL, **REFUSED}

@@ -1,0 +1,75 @@
+"""Every row of the table under every column. One launch of ranks trains all rows of a column, one after another."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.parity.columns import COLUMNS, Row, train_alone, train_row
+from tests.parity.rows import ROWS
+from tests.strategies.toolkit import run_cases, run_on_ranks, values_of
+
+def columns_of(row: Row) -> list[str]:
+    return list(row.columns or (column for column, strategy in COLUMNS.items() if strategy.is_default))
+
+
+def is_slow(column: str, number: int, row: Row) -> bool:
+    """Return False for one of the row's strategies of one process per device under the Trainer, and for all others."""
+    of_ranks = [name for name in columns_of(row) if COLUMNS[name].ranks and not COLUMNS[name].is_fabric]
+    return column in of_ranks and column != of_ranks[number % len(of_ranks)]
+
+
+CELLS = [
+    pytest.param(column, name, marks=pytest.mark.slow if is_slow(column, number, row) else (), id=f"{column}-{name}")
+    for column in COLUMNS
+    for number, (name, row) in enumerate(ROWS.items())
+    if column in columns_of(row)
+]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Any:
+    """Return a function of a column that trains the rows that have been selected, and their negative controls."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    selected = [(call.params["column"], call.params["name"]) for call in calls if call is not None]
+    found: dict[str, dict[str, list[Any]]] = {}
+
+    def results_of(column: str) -> dict[str, list[Any]]:
+        if column not in found:
+            names = [name for other, name in selected if other == column]
+            cases = {name: partial(train_row, column, name, False) for name in names}
+            cases |= {f"{name}, wrong": partial(train_row, column, name, True) for name in names if ROWS[name].wrong}
+            if COLUMNS[column].ranks:
+                found[column] = run_on_ranks(COLUMNS[column].ranks, cases, timeout=100)
+            else:
+                found[column] = {name: [run] for name, run in run_cases(cases, "").items()}
+        return found[column]
+
+    return results_of
+
+
+@pytest.mark.parametrize(("column", "name"), CELLS)
+def test_a_row_trains_as_one_process_or_is_refused(results, column, name):
+    row, found = ROWS[name], results(column)
+    if row.refused:
+        for rank, error in enumerate(found[name]):
+            assert row.refused.format(rank) in str(error), error
+        return
+    runs = values_of(found, name)
+    if not row.is_exact:
+        assert len({run.digests[-1] for run in runs}) == 1
+        return
+    assert all(run.digests == runs[0].digests != [] for run in runs)
+    alone, run = train_alone(column, name), runs[0]
+    if row.validates and not COLUMNS[column].is_fabric:
+        assert all(one.values == pytest.approx(alone.values, rel=1e-9) for one in runs)
+    assert len(run.parameters) == len(alone.parameters) > 0
+    error = max(map(difference, run.parameters, alone.parameters))
+    assert error < row.tolerance
+    wrong = values_of(found, f"{name}, wrong")[0] if row.wrong else None
+    if wrong is not None:
+        assert difference(wrong.parameters[-1], alone.parameters[len(wrong.parameters) - 1]) > 1e-6, "control"
+
+
+def difference(own: Any, other: Any) -> float:
+    return float((own - other).abs().max())
