@@ -169,7 +169,9 @@ class Penalised(Classifier):
     def loss(self, batch: Any) -> Tensor:
         made = self.network(batch[0])
         (slope,) = torch.autograd.grad(self.critic(made).sum(), made, create_graph=True)
-        return functional.mse_loss(made, batch[0]) + (functional.softplus(-self.critic(made)) + slope.norm(dim=1)).mean()
+        return (
+            functional.mse_loss(made, batch[0]) + (functional.softplus(-self.critic(made)) + slope.norm(dim=1)).mean()
+        )
 
 
 class Adversarial(Classifier):
@@ -269,6 +271,24 @@ def texts(indices: Tensor, packed: bool = False) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(~is_token, -100)}
 
 
+class Gpt2(LightningModule):
+    """Of Hugging Face, which returns a loss in single precision."""
+
+    def __init__(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        off = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+        tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+        self.model = GPT2LMHeadModel(GPT2Config(n_positions=12, n_embd=16, n_layer=2, n_head=2, **tokens, **off))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 def counted_classes(batch: Any) -> Tensor:
     return batch["labels"][:, 1:]
 
@@ -282,6 +302,14 @@ class Skipping(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
         return None if len(batch[1]) in (0, 7) else loss
+
+
+class Scaled(Skipping):
+    """For a plug-in of mixed precision, which leaves the module in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+        self.double()
 
 
 class FusedEarly(Classifier):
@@ -520,6 +548,16 @@ class Contrast(Classifier):
             return (functional.cross_entropy(logits, rows) + functional.cross_entropy(logits.T, rows)) / 2
         rows = rows[start : start + len(batch[0])]
         return functional.cross_entropy(logits[rows], rows, reduction="sum") / len(logits)
+
+
+class Coupled(Classifier):
+    """A loss of the features of all ranks, and of a selection that may be empty on a rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        features = self.network(batch[0])
+        found = self.all_gather([features, features[batch[1] == 0]], sync_grads=True)
+        every, some = (one.reshape(-1, features.shape[-1]) for one in found)
+        return (every - every.mean(0)).square().mean() + some.sum() / 10
 
 
 # ---------------------------------------------------------------- identical ranks, without one process to compare with

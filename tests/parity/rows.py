@@ -1,5 +1,7 @@
 """The rows of the table: each trains as one process on the batches of all ranks, or is refused."""
 
+import importlib.util
+import random
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 
@@ -33,6 +36,20 @@ LBFGS = partial(Classifier, torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_f
 
 def negative_weight(batch: Any) -> float:
     return -1.0
+
+
+def skips(sizes: Any, model: Any = models.Skipping, columns: Any = OWN, **options: Any) -> Row:
+    return Row(model, sizes, skipped=7, columns=columns, **options)
+
+
+def weigh_unless_skipped(batch: Any) -> float:
+    """Give batches no weight whose loss has gradients, unlike the loss of a step that has returned None."""
+    return float(len(batch[1]) % 7)
+
+
+def scaling() -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    return {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
 EXACT = {
@@ -109,19 +126,41 @@ EXACT = {
     "twins": Row(models.Twins, weight_by="equal", wrong="samples", columns=OWN),
     "all pairs": Row(partial(models.Contrast, False), weight_by="equal", wrong="samples", columns=OWN),
     "own pairs": Row(partial(models.Contrast, True), weight_by="sum", wrong="samples", columns=OWN),
-    "skipped": Row(models.Skipping, [[3, 7, 2, 7], [2, 4, 1, 7]], skipped=7, columns=OWN),
-    "skipped, accumulated": Row(models.Skipping, [[3, 7, 7, 2], [1, 2, 7, 4]], skipped=7, windows=2, columns=OWN),
-    "skipped, sums": Row(partial(models.Skipping, is_sum=True), [[3, 7, 2], [2, 4, 7]], skipped=7,
-                         weight_by="sum", columns=OWN),
+    "skipped": skips([[3, 7, 2, 7], [1, 7, 4, 7]]),
+    "skipped, the first batch": skips([[7, 3], [7, 2]]),
+    "skipped, accumulated": skips([[3, 7, 7, 2, 7, 7, 3], [1, 2, 7, 4, 7, 7, 7]], windows=2),
+    "skipped, sums": skips([[3, 7, 2, 7], [1, 2, 7, 7]], partial(models.Skipping, is_sum=True), weight_by="sum"),
+    "skipped, equal weights": skips([[4, 7, 4], [4, 4, 4]], weight_by="equal", wrong=None),
+    "skipped, clipped": skips([[3, 7, 7], [1, 2, 7]], trainer={"gradient_clip_val": 0.05}),
+    "skipped, scaled": skips([[3, 7, 2, 7], [1, 2, 7, 7]], models.Scaled, trainer=scaling),
+    "skipped, a rank without data": skips([[3, 7, 2, 7, 7, 4], [1, 2, 7]], columns=("ddp_join",)),
+    "skipped, optimizer inside": skips([[7, 3, 7, 2], [1, 7, 4, 7]], partial(Classifier, Fused), windows=2,
+                                       weight_by=weigh_unless_skipped),
+    "coupled": Row(models.Coupled, weight_by="equal", wrong=None, columns=(*OWN, "balanced_ddp")),
+    "the first rank without samples": Row(Momentum, options={"split": None, "gpu0_batch_size": 0}, wrong=None,
+                                          columns=("balanced_dp", "balanced_ddp", "fabric balanced_ddp")),
+    "shares accumulated without samples": Row(Momentum, options={"split": None, "gpu0_batch_size": 0}, wrong=None,
+                                              windows=2, columns=("balanced_ddp", "fabric balanced_ddp")),
+    "even shares": Row(Momentum, options={"split": None, "balance": "even"},
+                       columns=("balanced_dp", "balanced_ddp", "fabric balanced_ddp")),
+    "learnt shares": Row(Adversaries, options={"split": None}, wrong=None, columns=("balanced_ddp",)),
+    "validated within an epoch": Row(Momentum, trainer={"val_check_interval": 2}, validates=True, columns=OF_RANKS),
+    "recomputed by the strategy": Row(partial(Layers, models.tied), columns=OF_RANKS,
+                                      options={"activation_checkpointing": "torch.nn.Linear"}),
     **{change.__name__: Row(partial(models.Changing, change), columns=OF_RANKS) for change in CHANGES},
 }  # fmt: skip
+
+if importlib.util.find_spec("transformers"):  # which environments of other versions lack
+    EXACT["GPT-2"] = Row(
+        models.Gpt2, data=texts, weight_by="tokens", wrong="samples", tolerance=1e-6, columns=("balanced_dp",)
+    )
 
 EVEN = [[4] * 4] * 3
 
 
 def post_local_sgd() -> dict[str, Any]:
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
-    return {"ddp_comm_state": state, "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook, "model_averaging_period": 2}
+    state, hook = post_localSGD_hook.PostLocalSGDState(None, None, 100), post_localSGD_hook.post_localSGD_hook
+    return {"ddp_comm_state": state, "ddp_comm_hook": hook, "model_averaging_period": 2}
 
 
 def identical(model: Any = models.Normalised, columns: Any = OF_RANKS, **options: Any) -> Row:
@@ -146,7 +185,6 @@ IDENTICAL = {
         options={"ddp_comm_hook": default_hooks.allreduce_hook,
                  "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}
     ),
-    "recomputed linear layers": identical(options={"activation_checkpointing": "torch.nn.Linear"}),
 }  # fmt: skip
 
 BY_HAND = "rank {}: `Adam` is about to step"
@@ -176,7 +214,7 @@ REFUSED = {
         models.PlainTensor, "rank {}: `SGD` is about to step with the gradient of a parameter of shape [2], which was"
     ),
     "negative weight": refused(Classifier, "ValueError: `weight_by` returned -1.0", weight_by=negative_weight),
-    "uneven passes": refused(partial(models.ManualSums, True), "OutOfStepError: rank {} synchronises gradients at batch",
+    "uneven passes": refused(partial(models.ManualSums, True), "rank {} synchronises gradients at batch",
                              columns=("ddp_checkpoint",)),
     "torch's optimizer inside of the backward pass": refused(
         models.InBackward, "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward"
@@ -203,4 +241,15 @@ REFUSED = {
     "other parameters": refused(models.OtherLayers, "parameter `layers.0.weight` of parameter group 0 of optimizer 0"),
 }  # fmt: skip
 
-ROWS = {**EXACT, **IDENTICAL, **REFUSED}
+
+def draw(seed: int) -> Row:
+    """Draw amounts of data for three ranks."""
+    draws = random.Random(seed)
+    counts = [draws.choice([0, draws.randint(1, 6)]) for _ in range(3)]
+    sizes = [[draws.randint(1, 4) for _ in range(count)] for count in [max(1, counts[0]), *counts[1:]]]
+    return Row(Momentum, sizes, windows=draws.randint(1, 4), is_stream=draws.random() < 0.5, wrong=None,
+               trainer={"gradient_clip_val": draws.choice([None, 0.3])}, columns=JOIN_3)  # fmt: skip
+
+
+DRAWN = {f"drawn {seed}": draw(seed) for seed in range(8)}
+ROWS = {**EXACT, **IDENTICAL, **REFUSED, **DRAWN}

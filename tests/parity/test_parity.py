@@ -9,6 +9,7 @@ from tests.parity.columns import COLUMNS, Row, train_alone, train_row
 from tests.parity.rows import ROWS
 from tests.strategies.toolkit import run_cases, run_on_ranks, values_of
 
+
 def columns_of(row: Row) -> list[str]:
     return list(row.columns or (column for column, strategy in COLUMNS.items() if strategy.is_default))
 

@@ -16,19 +16,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import DDPJoinStrategy
 from tests.strategies.toolkit import (
     COUNTS,
     FEATURES,
     RANK,
-    Adversaries,
     Classifier,
-    Fused,
     Noisy,
     assert_identical,
     fit,
@@ -128,25 +124,6 @@ def a_worker_does_not_collect_the_process_group_of_an_interrupted_run(folder: st
     assert len(trace.digests) == 4
     gc.collect()
     assert count_threads(threads) == threads
-
-
-def ranks_stay_identical_under_every_kind_of_step(folder: str) -> None:
-    normalised, with_order = Classifier(), Classifier()
-    normalised.network.insert(1, nn.BatchNorm1d(7))
-    with_order.order = nn.Parameter(torch.arange(3) + RANK, requires_grad=False)
-    hook = {"strategy": DDPJoinStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)}
-    cases = (
-        (normalised, {}),
-        (with_order, {}),
-        (Classifier(), hook),
-        (Classifier(Fused, lr=0.1), {}),
-        (Adversaries(), {}),
-    )
-    for module, options in cases:
-        made, trace = fit(module, **options)
-        assert_identical(trace.digests)
-        assert made.global_step == (8 if module is cases[-1][0] else 4)
-    assert with_order.order.tolist() == [0, 1, 2]  # rank 0's
 
 
 def averaged_weights_have_the_statistics_of_all_samples(folder: str) -> None:
@@ -278,7 +255,6 @@ CASES = [
     a_step_is_one_message_whether_loaders_know_their_length_or_not,
     process_groups_and_their_threads_end_with_a_run,
     a_worker_does_not_collect_the_process_group_of_an_interrupted_run,
-    ranks_stay_identical_under_every_kind_of_step,
     averaged_weights_have_the_statistics_of_all_samples,
     manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors,
     a_resumed_run_has_the_buckets_that_had_grown,

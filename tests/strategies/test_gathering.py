@@ -20,16 +20,9 @@ from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoi
 from lightning_ddp_ext.strategies import gathering
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from tests.strategies.toolkit import (
-    ALONE,
     RANK,
     WORLD_SIZE,
-    Case,
-    Classifier,
-    Trace,
-    assert_same_training,
-    fit,
     run_on_ranks,
-    samples,
     trainer,
     values_of,
 )
@@ -279,32 +272,6 @@ COLLECT = {f"{kind}, {counts}": partial(collect, kind, counts) for kind, counts 
 COLLECT |= {f"{kind}, {(7, 1, 0)}": partial(collect, kind, (7, 1, 0)) for kind in ("ddp_join", "balanced_ddp")}
 
 
-class CoupledModel(Classifier):
-    """A loss of the features of all ranks, and of a selection that may be empty on a rank."""
-
-    def loss(self, batch: Any) -> Tensor:
-        features = self.network(batch[0])
-        found = self.all_gather([features, features[batch[1] == 0]], sync_grads=True)
-        every, some = (one.reshape(-1, features.shape[-1]) for one in found)
-        return (every - every.mean(0)).square().mean() + some.sum() / 10
-
-
-Coupled = partial(CoupledModel, torch.optim.SGD, lr=0.1, momentum=0.9)
-GRADIENTS = {
-    "ddp_checkpoint": Case([[2, 2], [2, 1], [2, 1]], Coupled, partial(DDPCheckpointStrategy, weight_by="equal")),
-    "ddp_join": Case([[2, 3, 2], [2, 1], [1]], Coupled, partial(DDPJoinStrategy, weight_by="equal")),
-}
-
-
-def share_gradients(folder: str) -> Trace:
-    return fit_shared(strategy=BalancedDDPStrategy(weight_by="equal", split=[1, 1, 2]))
-
-
-def fit_shared(**options: Any) -> Trace:
-    """Train on batches of four samples, the last of one, of which some ranks have no share."""
-    return fit(Coupled(), DataLoader(TensorDataset(*samples(9)), batch_size=4), max_epochs=2, **options)[1]
-
-
 WRONG: dict[str, Callable[[], Any]] = {
     "lists": lambda: [torch.zeros(2)] * (1 + RANK),
     "none": lambda: None if RANK else torch.zeros(2),
@@ -362,7 +329,7 @@ LOOPS = {f"loop, {kind}": partial(in_a_loop, kind) for kind in KINDS}
 
 @pytest.fixture(scope="module")
 def found():
-    return run_on_ranks(3, {**COLLECT, **GRADIENTS, **LOOPS, "shared": share_gradients, "wrong": wrong}, timeout=200)
+    return run_on_ranks(3, {**COLLECT, **LOOPS, "wrong": wrong}, timeout=200)
 
 
 @pytest.mark.parametrize("name", COLLECT)
@@ -379,15 +346,6 @@ def test_programs_for_ddp_get_the_value_of_all_samples(found, name):
             assert len(values) == 6
             for of_idiom in values.values():
                 assert sorted(of_idiom) == rows.tolist()
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_flow_back_through_rows_of_different_sizes(found, name):
-    assert_same_training(values_of(found, name), GRADIENTS[name].alone())
-
-
-def test_gradients_flow_back_through_rows_of_shares(found):
-    assert_same_training(values_of(found, "shared"), fit_shared(**ALONE))
 
 
 def test_every_rank_raises_an_error_that_names_the_sizes_of_all(found):
