@@ -32,6 +32,17 @@ def pairs(indices: Tensor) -> tuple[Tensor, ...]:
     return classified(indices)[:2]
 
 
+class SizedStream(Stream):
+    """Announces more batches than it has."""
+
+    def __init__(self, items: Sequence[Any], missing: int) -> None:
+        super().__init__(items)
+        self.missing = missing
+
+    def __len__(self) -> int:
+        return len(self.items) + self.missing
+
+
 @dataclass(frozen=True)
 class Column:
     """A strategy; `ranks` is 0 if it trains in this process."""
@@ -92,6 +103,7 @@ class Row:
     tolerance: float = 1e-11
     is_exact: bool = True  # otherwise ranks are identical only
     is_stream: bool = False
+    missing: int = 0  # batches that a stream announces and does not have
     validates: bool = False
     skipped: int | None = None  # the size of batches that one process leaves out
     refused: str = ""  # a part of the error on each rank
@@ -128,7 +140,8 @@ class Recorder(Callback):
 
 
 def load(row: Row, batches: Sequence[Any]) -> DataLoader:
-    return DataLoader(Stream(batches) if row.is_stream else list(batches), batch_size=None)
+    data = SizedStream(batches, row.missing) if row.missing else Stream(batches) if row.is_stream else list(batches)
+    return DataLoader(data, batch_size=None)
 
 
 def fit_in_trainer(row: Row, batches: Sequence[Any], strategy: Any, ranks: int, windows: int, epochs: int) -> Run:
