@@ -78,6 +78,8 @@ class Column:
         """Train on this rank, or for the negative control one epoch with wrong weights."""
         strategy = self.make(**{**row.options, "weight_by": row.wrong if is_wrong else row.weight_by})
         batches = self.whole(row) if self.shares else [row.data(one) for one in self.indices(row)[RANK]]
+        if row.loader is not None:
+            batches = row.loader(self.indices(row)[RANK])
         fit = fit_in_fabric if self.is_fabric else fit_in_trainer
         return fit(row, batches, strategy, self.ranks or 2, row.windows, 1 if is_wrong else row.epochs)
 
@@ -105,6 +107,8 @@ class Row:
     is_stream: bool = False
     missing: int = 0  # batches that a stream announces and does not have
     validates: bool = False
+    loader: Callable[[list[Tensor]], DataLoader] | None = None  # of the batches with these samples of a rank
+    warns: tuple[str, int] = ("", 0)  # a part of a warning, and the number of these warnings on all ranks
     skipped: int | None = None  # the size of batches that one process leaves out
     refused: str = ""  # a part of the error on each rank
     epochs: int = 2
@@ -116,16 +120,13 @@ class Run:
 
     parameters: list[Tensor] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
-    shadows: list[bool] = field(default_factory=list)
-    values: dict[str, float] = field(default_factory=dict)  # means over an epoch, logged last
+    values: list[dict[str, float]] = field(default_factory=list)  # logged until the end of each batch, or at the end
+    found: list[Any] = field(default_factory=list)  # by hooks of the module
+    warned: list[str] = field(default_factory=list)
 
     def add_step(self, module: nn.Module) -> None:
         parts = [torch.view_as_real(one.detach() + 0j).flatten().cpu() for one in module.parameters()]
         self.parameters.append(torch.cat(parts))
-
-    def add_batch(self, module: nn.Module, optimizers: Sequence[Any], strategy: Any) -> None:
-        self.digests.append(digest_of(module, *optimizers))
-        self.shadows.append(getattr(strategy, "is_shadow", False))
 
 
 class Recorder(Callback):
@@ -133,18 +134,27 @@ class Recorder(Callback):
         self.run, self.steps = Run(), 0
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.run.add_batch(module, trainer.optimizers, trainer.strategy)
         if trainer.accumulate_grad_batches == 1 or trainer.global_step != self.steps:
             self.run.add_step(module)
         self.steps = trainer.global_step
+        if trainer.accumulate_grad_batches == 1:
+            self.run.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.run.digests.append(digest_of(module, *trainer.optimizers))  # integers are equal after the last hook
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.on_train_batch_start(trainer, module)
 
 
-def load(row: Row, batches: Sequence[Any]) -> DataLoader:
+def load(row: Row, batches: Any) -> DataLoader:
+    if isinstance(batches, DataLoader):
+        return batches
     data = SizedStream(batches, row.missing) if row.missing else Stream(batches) if row.is_stream else list(batches)
     return DataLoader(data, batch_size=None)
 
 
-def fit_in_trainer(row: Row, batches: Sequence[Any], strategy: Any, ranks: int, windows: int, epochs: int) -> Run:
+def fit_in_trainer(row: Row, batches: Any, strategy: Any, ranks: int, windows: int, epochs: int) -> Run:
     recorder = Recorder()
     given = row.trainer() if callable(row.trainer) else row.trainer
     options = {"accumulate_grad_batches": windows, "max_epochs": epochs, **given}
@@ -153,12 +163,13 @@ def fit_in_trainer(row: Row, batches: Sequence[Any], strategy: Any, ranks: int, 
     module = row.model()
     validation = load(row, [classified(one) for one in torch.arange(6).split(2)]) if row.validates else None
     trainer(*callbacks, strategy=strategy, devices=ranks, **options).fit(module, load(row, batches), validation)
-    metrics = module.trainer.callback_metrics
-    recorder.run.values = {name: float(value) for name, value in metrics.items() if not name.endswith("_step")}
+    recorder.run.found = getattr(module, "found", [])
+    metrics = module.trainer.callback_metrics.items()
+    recorder.run.values.append({name: float(value) for name, value in metrics if not name.endswith("_step")})
     return recorder.run
 
 
-def fit_in_fabric(row: Row, batches: Sequence[Any], strategy: Any, ranks: int, windows: int, epochs: int) -> Run:
+def fit_in_fabric(row: Row, batches: Any, strategy: Any, ranks: int, windows: int, epochs: int) -> Run:
     """Train in a loop as users write it; the loss of each micro-batch is divided by the length of the window."""
     given = row.trainer() if callable(row.trainer) else row.trainer
     fabric, run = Fabric(strategy=strategy, accelerator="cpu", devices=ranks, precision="64-true"), Run()
@@ -207,7 +218,7 @@ def fit_in_fabric(row: Row, batches: Sequence[Any], strategy: Any, ranks: int, w
                 for scheduler in schedulers:
                     scheduler["scheduler"].step()
                 run.add_step(model)
-            run.add_batch(model, [one.optimizer for one in optimizers], fabric.strategy)
+            run.digests.append(digest_of(model, *(one.optimizer for one in optimizers)))
     return run
 
 
@@ -239,11 +250,13 @@ def train_alone(column: str, name: str) -> Run:
 
 
 def with_dtype_kept(train: Callable[..., Run], row: Row, *args: Any) -> Run:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         seed_everything(0, verbose=False)
         dtype = torch.get_default_dtype()
         try:
-            return train(row, *args)
+            run = train(row, *args)
+            run.warned = [str(one.message) for one in caught]
+            return run
         finally:
             torch.set_default_dtype(dtype)

@@ -1,7 +1,7 @@
 """The models of the table. Batches are features, labels and indices unless a row says otherwise."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -588,6 +588,80 @@ class Drawing(Normalised):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.rand(RANK)
         return super().training_step(batch, batch_idx)
+
+
+class Counting(Classifier):
+    """Counts labels in an integer buffer and adds the counts of all ranks up in a hook."""
+
+    def __init__(self, hook: str, automatic: bool = True, resets: bool = True, first_epoch: int = 0) -> None:
+        super().__init__(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.automatic_optimization, self.resets, self.first_epoch = automatic, resets, first_epoch
+        self.register_buffer("counts", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("any_seen", torch.zeros(4, dtype=torch.bool))
+        self.found: list[Any] = []
+        if resets:
+            setattr(self, hook, self.add_up)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = torch.bincount(batch[1], minlength=4)[:4]
+        if self.current_epoch >= self.first_epoch:
+            self.counts += own
+            self.any_seen |= own > 0
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2, retain_graph=True)
+        self.manual_backward(loss / 2)
+        optimizer.step()
+        return None
+
+    def add_up(self, *_: Any) -> None:
+        both = torch.stack([self.counts, self.any_seen.long()])
+        if dist.is_initialized():
+            dist.all_reduce(both)
+        self.found.append([both[0].tolist(), (both[1] > 0).tolist()])
+        self.counts.zero_()
+        self.any_seen.zero_()
+
+
+class Estimating(Classifier):
+    """Asks for the number of steps in `setup`, which sets up the data before the strategy."""
+
+    def setup(self, stage: str) -> None:
+        self.estimated = self.trainer.estimated_stepping_batches
+
+
+class Transposed(Classifier):
+    """Takes features of which the first dimension is not the number of samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        features, labels = batch if isinstance(batch[0], Tensor) else transpose(batch)
+        return super().loss((features.T, labels[0]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        # Lightning has to be given the size of a batch; the strategies know the samples that were drawn.
+        size = None if self.trainer.world_size > 1 else len(batch[1][0])
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
+        return loss
+
+    validation_step = None  # type: ignore[assignment]
+
+
+def transpose(chosen: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    features, labels, *_ = map(torch.stack, zip(*chosen, strict=True))
+    return features.T.contiguous(), labels[None]
+
+
+def listed(rows: Sequence[Any]) -> list[Any]:
+    """Drop the samples that are damaged."""
+    return [sample for sample, is_damaged in rows if not is_damaged]
+
+
+def collate(rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    return transpose(listed(rows))
 
 
 class Communicating(Classifier):

@@ -14,12 +14,14 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import ClassWeights, TokenCount
+from lightning_ddp_ext.callbacks import ReplicaConsistency
 from tests.parity import CachesMask, models
-from tests.parity.columns import Row, pairs
+from tests.parity.columns import POOL, Row, pairs
 from tests.parity.models import CHANGES, CLASS_WEIGHTS, Language, Layers, texts
 from tests.strategies.toolkit import RANK, Adversaries, Classifier, Fused, Polyak
 
@@ -40,6 +42,36 @@ def negative_weight(batch: Any) -> float:
 
 def skips(sizes: Any, model: Any = models.Skipping, columns: Any = OWN, **options: Any) -> Row:
     return Row(model, sizes, skipped=7, columns=columns, **options)
+
+
+def drawn(indices: list[Any], drops: bool = False, collate_fn: Any = models.collate) -> DataLoader:
+    """Load samples by their numbers; with some that are damaged in every batch but the last, if it `drops` any."""
+    batches = [one.tolist() for one in indices]
+    more = [[*batch, *[-1] * (1 + RANK)] for batch in batches[:-1]] if drops else batches[:-1]
+    return DataLoader(Damaged(), batch_sampler=[*more, batches[-1]], collate_fn=collate_fn)
+
+
+class Damaged(Dataset):
+    """The samples of the table; the last one is damaged."""
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[index] for part in POOL), index < 0
+
+
+def transposed(loader: Any, **options: Any) -> Row:
+    def ready(indices: Tensor) -> Any:
+        return models.collate([Damaged()[index] for index in indices.tolist()])
+
+    return Row(
+        models.Transposed, ((6, 5, 3, 2), (2, 1, 1)), loader=loader, data=ready, columns=OWN, validates=True, **options
+    )
+
+
+KEPT = ("_set_params_and_buffers_to_ignore_for_model(module, ['counts'])", 1)
+
+
+def counts(*args: Any, warns: Any = ("", 0), **options: Any) -> Row:
+    return Row(partial(models.Counting, *args, **options), columns=OWN, warns=warns)
 
 
 def weigh_unless_skipped(batch: Any) -> float:
@@ -139,6 +171,28 @@ EXACT = {
     "skipped, a rank without data": skips([[3, 7, 2, 7, 7, 4], [1, 2, 7]], columns=("ddp_join",)),
     "skipped, optimizer inside": skips([[7, 3, 7, 2], [1, 7, 4, 7]], partial(Classifier, Fused), windows=2,
                                        weight_by=weigh_unless_skipped),
+    "drawn": transposed(drawn),
+    "ready, with `batch_dim`": transposed(None, options={"batch_dim": 1}),
+    "dropped by the collate function": transposed(
+        partial(drawn, drops=True), options={"batch_dim": 1}, warns=("the loader has drawn", 2)
+    ),
+    "dropped from a list": transposed(
+        partial(drawn, drops=True, collate_fn=models.listed), warns=("the loader has drawn", 2)
+    ),
+    "asked for the number of steps": Row(models.Estimating, columns=OF_RANKS),
+    "counts": counts("on_train_batch_end"),
+    "counts before the optimizer": counts("on_before_optimizer_step"),
+    "counts, manually": counts("on_train_batch_end", automatic=False),
+    "counts, accumulated": Row(partial(models.Counting, "on_before_optimizer_step"), windows=2, columns=OWN,
+                               sizes=((2, 1, 3, 2), (1, 1, 2, 4))),
+    "counts, compared": Row(partial(models.Counting, "on_train_batch_end"), columns=OWN,
+                            trainer=lambda: {"callbacks": [ReplicaConsistency(every_n_steps=1)]}),
+    "counts that are kept": counts("", resets=False, warns=KEPT),
+    "counts that are kept from the second epoch": counts("", resets=False, first_epoch=1, warns=KEPT),
+    "metrics that communicate": Row(models.Communicating, columns=OWN),
+    "twins of equal batches": Row(models.Twins, ((3, 3), (3, 3)), wrong=None, is_exact=False, columns=OWN),
+    "twins by samples": Row(models.Twins, wrong=None, is_exact=False, columns=OWN,
+                            warns=("communicates between ranks", 1)),
     "coupled": Row(models.Coupled, weight_by="equal", wrong=None, columns=(*OWN, "balanced_ddp")),
     "the first rank without samples": Row(Momentum, options={"split": None, "gpu0_batch_size": 0}, wrong=None,
                                           columns=("balanced_dp", "balanced_ddp", "fabric balanced_ddp")),

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from tests.parity.models import Counting
 from tests.strategies.toolkit import (
     COUNTS,
     FEATURES,
@@ -251,7 +252,33 @@ def optimizers_draw_the_same_numbers_on_all_ranks_and_steps_draw_different_ones(
     assert len({number for drawn in gather(module.drawn) for number in drawn}) == 2 * (4 + 2 + 1)
 
 
+class SavingInHook(Callback):
+    """Saves in a hook of each batch, and reads the counts once the batch has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if self.path.exists():
+            self.found.append(
+                (torch.load(self.path, weights_only=False)["state_dict"]["counts"], module.counts.clone())
+            )
+
+
+def a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch(folder: str) -> None:
+    saving = SavingInHook(Path(folder) / "counts.ckpt")
+    fit(Counting("", resets=False), max_epochs=2, callbacks=[saving])
+    assert all(saved.equal(after) for saved, after in saving.found)
+    assert_identical([after.tolist() for _, after in saving.found])
+    assert len({tuple(after.tolist()) for _, after in saving.found}) > 4
+
+
 CASES = [
+    a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch,
     a_step_is_one_message_whether_loaders_know_their_length_or_not,
     process_groups_and_their_threads_end_with_a_run,
     a_worker_does_not_collect_the_process_group_of_an_interrupted_run,
