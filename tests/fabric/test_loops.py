@@ -580,31 +580,6 @@ def streams_that_end_earlier_on_a_rank(folder: str) -> list[str]:
     assert said == [f"rank 1: `Stream` ended after {end}" for end in ends for _ in range(2)]
 
 
-class Announcing(Stream):
-    """Announces three samples more than it has, or one less on rank 1."""
-
-    def __len__(self) -> int:
-        return len(self.items) + (3 if RANK == 0 else -1)
-
-
-def streams_with_wrong_lengths(folder: str) -> Any:
-    fabric = launched(DDPJoinStrategy())
-    model, optimizer = fabric.setup(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
-    items = list(torch.arange(12.0).reshape(12, 1)[RANK * 5 :][: 5 + 2 * RANK])
-    loader = fabric.setup_dataloaders(DataLoader(Announcing(items), batch_size=2))
-    seen, digests = [], []
-    for _ in range(2):
-        for batch in loader:
-            seen += [] if fabric.strategy.is_shadow else batch.flatten().tolist()
-            optimizer.zero_grad()
-            fabric.backward(model(batch).mean())
-            optimizer.step()
-            digests.append(digest_of(model, optimizer.optimizer))
-    assert sorted(chain(*gather(seen))) == sorted([*map(float, range(12))] * 2)
-    assert gather(digests) == [digests] * WORLD_SIZE
-    assert len(digests) == 2 * 4
-
-
 def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
     """Evaluate in the middle of every step, on batches without a sample for rank 1."""
     fabric = launched(BalancedDDPStrategy())
@@ -803,7 +778,6 @@ CASES = [
     a_gradient_penalty,
     loading_inside_of_a_loop_and_before_setup,
     streams_that_end_earlier_on_a_rank,
-    streams_with_wrong_lengths,
     weights_without_a_loader,
     counts_of_each_rank_are_added_up_in_the_loop,
     a_rank_with_fewer_batches,

@@ -108,7 +108,7 @@ class Row:
     missing: int = 0  # batches that a stream announces and does not have
     validates: bool = False
     loader: Callable[[list[Tensor]], DataLoader] | None = None  # of the batches with these samples of a rank
-    warns: tuple[str, int] = ("", 0)  # a part of a warning, and the number of these warnings on all ranks
+    warns: tuple[str, int] | None = ("", 0)  # a part of a warning, and the number of these warnings on all ranks
     skipped: int | None = None  # the size of batches that one process leaves out
     refused: str = ""  # a part of the error on each rank
     epochs: int = 2

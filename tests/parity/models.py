@@ -143,59 +143,105 @@ class Moving(nn.Module):
 # ---------------------------------------------------------------- steps
 
 
-class Functional(Layers):
+class Step(Classifier):
+    """Computes its loss by a function of the module and the batch."""
+
+    def __init__(self, compute: Callable[[Any, Any], Tensor], **parts: Callable[[], nn.Module]) -> None:
+        super().__init__(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.compute = compute
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.compute(self, batch)
+
+
+def derivatives(module: Step, batch: Any) -> Tensor:
     """Gradients of each sample, and derivatives by the inputs."""
 
-    def loss(self, batch: Any) -> Tensor:
-        def loss(parameters: Any, features: Tensor, label: Tensor) -> Tensor:
-            logits = torch.func.functional_call(self.network, parameters, (features[None],))
-            return functional.cross_entropy(logits, label[None])
+    def loss(parameters: Any, features: Tensor, label: Tensor) -> Tensor:
+        logits = torch.func.functional_call(module.network, parameters, (features[None],))
+        return functional.cross_entropy(logits, label[None])
 
-        given = dict(self.network.named_parameters()), batch[0], batch[1]
-        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(*given)
-        jacobian = torch.func.vmap(torch.func.jacrev(self.network))(batch[0])
-        squares = sum(gradient.flatten(1).square().sum(1) for gradient in per_sample.values())
-        return (squares + jacobian.square().sum((1, 2))).mean()
+    given = dict(module.network.named_parameters()), batch[0], batch[1]
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(*given)
+    jacobian = torch.func.vmap(torch.func.jacrev(module.network))(batch[0])
+    squares = sum(gradient.flatten(1).square().sum(1) for gradient in per_sample.values())
+    return 0.1 * (squares + jacobian.square().sum((1, 2))).mean()
 
 
-class Penalised(Classifier):
+def penalised(module: Step, batch: Any) -> Tensor:
     """A frozen critic, and a penalty on its slope, which takes a second backward pass inside the step."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.optim.SGD, lr=0.05)
-        self.network = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5))
-        self.critic = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).requires_grad_(False)
-
-    def loss(self, batch: Any) -> Tensor:
-        made = self.network(batch[0])
-        (slope,) = torch.autograd.grad(self.critic(made).sum(), made, create_graph=True)
-        return (
-            functional.mse_loss(made, batch[0]) + (functional.softplus(-self.critic(made)) + slope.norm(dim=1)).mean()
-        )
+    made = module.network(batch[0])
+    critic = module.critic.requires_grad_(False)
+    (slope,) = torch.autograd.grad(critic(made).sum(), made, create_graph=True)
+    criticised = functional.softplus(-critic(made)).mean()
+    return functional.cross_entropy(made, batch[1]) + criticised + slope.norm(dim=1).mean()
 
 
-class Adversarial(Classifier):
-    """Trains on adversarial inputs, of which the gradient is taken inside the step."""
-
-    def loss(self, batch: Any) -> Tensor:
-        features = batch[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(super().loss((features, *batch[1:])), features)
-        return super().loss(((features + 0.1 * slope.sign()).detach(), *batch[1:]))
+def adversarial(module: Step, batch: Any) -> Tensor:
+    """Train on adversarial inputs, of which the gradient is taken inside the step."""
+    features = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(module.mean_loss((features, batch[1])), features)
+    return module.mean_loss(((features + 0.1 * slope.sign()).detach(), batch[1]))
 
 
-class Partial(Classifier):
-    """Uses a layer only for some labels, and so on some ranks only; another layer is never used."""
+def partly_used(module: Step, batch: Any) -> Tensor:
+    """Use a layer only for some labels, and so on some ranks only; another layer is never used."""
+    chosen = batch[1] == 0
+    logits = module.network(batch[0])
+    if chosen.any():
+        logits = logits.index_add(0, chosen.nonzero()[:, 0], module.extra(batch[0][chosen]))
+    return functional.cross_entropy(logits, batch[1])
 
-    def __init__(self) -> None:
-        super().__init__(torch.optim.SGD, lr=0.1, momentum=0.9)
-        self.extra, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
 
-    def loss(self, batch: Any) -> Tensor:
-        chosen = batch[1] == 0
-        logits = self.network(batch[0])
-        if chosen.any():
-            logits = logits.index_add(0, chosen.nonzero()[:, 0], self.extra(batch[0][chosen]))
-        return functional.cross_entropy(logits, batch[1])
+def in_evaluation_mode(module: Step, batch: Any) -> Tensor:
+    """Compute the loss of dropout and batch normalisation in evaluation mode."""
+    module.network.eval()
+    return module.mean_loss(batch)
+
+
+def of_tokens(module: Step, batch: Any) -> Tensor:
+    """Average the loss over the samples of some classes; a batch may have none of them."""
+    kept = batch[1] != 0
+    return functional.cross_entropy(module.network(batch[0])[kept], batch[1][kept])
+
+
+def twins(module: Step, batch: Any) -> Tensor:
+    """Barlow Twins: the loss of statistics of all samples, on every rank."""
+    one, other = module.network(batch[0]), module.network(batch[0] + 0.1 * batch[0].roll(1, 1))
+    product, number = one.T @ other, torch.tensor(float(len(batch[0])), dtype=torch.float64)
+    if dist.is_initialized():
+        product = all_reduce(product)
+        dist.all_reduce(number)
+    product = product / number
+    return 0.01 * ((torch.diagonal(product) - 1).square().sum() + 0.1 * product.square().sum())
+
+
+def pairs_of_all_ranks(module: Step, batch: Any, is_local: bool) -> Tensor:
+    """CLIP and SimCLR: compare each view of a sample with the other views of all samples."""
+    own = [module.network(batch[0]), module.network(batch[0] + 0.1 * batch[0].roll(1, 1))]
+    start = 0
+    if module.trainer.world_size > 1:
+        start = sum(module.all_gather(torch.tensor(len(batch[0]))).tolist()[:RANK])
+        own = [module.all_gather(one, sync_grads=True).reshape(-1, CLASSES) for one in own]
+    logits = own[0] @ own[1].T
+    rows = torch.arange(len(logits))
+    if not is_local:
+        return (functional.cross_entropy(logits, rows) + functional.cross_entropy(logits.T, rows)) / 2
+    rows = rows[start : start + len(batch[0])]
+    return functional.cross_entropy(logits[rows], rows, reduction="sum") / len(logits)
+
+
+all_pairs, own_pairs = (partial(pairs_of_all_ranks, is_local=is_local) for is_local in (False, True))
+
+
+def coupled(module: Step, batch: Any) -> Tensor:
+    """A loss of the features of all ranks, and of a selection that may be empty on a rank."""
+    features = module.network(batch[0])
+    found = module.all_gather([features, features[batch[1] == 0]], sync_grads=True)
+    every, some = (one.reshape(-1, features.shape[-1]) for one in found)
+    return (every - every.mean(0)).square().mean() + some.sum() / 10
 
 
 class Thawing(Classifier):
@@ -211,29 +257,6 @@ class Thawing(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss((self.head(batch[0]).tanh(), *batch[1:]))
-
-
-class Evaluating(Classifier):
-    """Computes its loss in evaluation mode, with dropout and batch normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.optim.SGD, lr=0.1)
-        self.network = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 3))
-
-    def loss(self, batch: Any) -> Tensor:
-        self.network.eval()
-        return super().loss(batch)
-
-
-class Tokens(Classifier):
-    """Averages the loss over the samples of some classes; a batch may have none of them."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-    def loss(self, batch: Any) -> Tensor:
-        kept = batch[1] != 0
-        return functional.cross_entropy(self.network(batch[0])[kept], batch[1][kept])
 
 
 def count_tokens(batch: Any) -> float:
@@ -510,54 +533,6 @@ def changes_frozen_layers(module: Changing) -> None:
 CHANGES = (
     changes_learning_rate, changes_teacher, replaces_teacher, changes_numbers, changes_momentum, changes_frozen_layers,
 )  # fmt: skip
-
-
-# ---------------------------------------------------------------- losses over samples of all ranks
-
-
-class Twins(Classifier):
-    """Barlow Twins: the loss of statistics of all samples, on every rank."""
-
-    def loss(self, batch: Any) -> Tensor:
-        one, other = self.network(batch[0]), self.network(batch[0] + 0.1 * batch[0].roll(1, 1))
-        product, number = one.T @ other, torch.tensor(float(len(batch[0])), dtype=torch.float64)
-        if dist.is_initialized():
-            product = all_reduce(product)
-            dist.all_reduce(number)
-        product = product / number
-        return 0.01 * ((torch.diagonal(product) - 1).square().sum() + 0.1 * product.square().sum())
-
-
-class Contrast(Classifier):
-    """CLIP and SimCLR: each view of a sample is compared with the other views of all samples."""
-
-    def __init__(self, is_local: bool) -> None:
-        super().__init__(torch.optim.SGD, lr=0.1)
-        self.is_local = is_local
-
-    def loss(self, batch: Any) -> Tensor:
-        own = [self.network(batch[0]), self.network(batch[0] + 0.1 * batch[0].roll(1, 1))]
-        start = 0
-        if self.trainer.world_size > 1:
-            sizes = self.all_gather(torch.tensor(len(batch[0]))).tolist()
-            start = sum(sizes[:RANK])
-            own = [self.all_gather(one, sync_grads=True).reshape(-1, CLASSES) for one in own]
-        logits = own[0] @ own[1].T
-        rows = torch.arange(len(logits))
-        if not self.is_local:
-            return (functional.cross_entropy(logits, rows) + functional.cross_entropy(logits.T, rows)) / 2
-        rows = rows[start : start + len(batch[0])]
-        return functional.cross_entropy(logits[rows], rows, reduction="sum") / len(logits)
-
-
-class Coupled(Classifier):
-    """A loss of the features of all ranks, and of a selection that may be empty on a rank."""
-
-    def loss(self, batch: Any) -> Tensor:
-        features = self.network(batch[0])
-        found = self.all_gather([features, features[batch[1] == 0]], sync_grads=True)
-        every, some = (one.reshape(-1, features.shape[-1]) for one in found)
-        return (every - every.mean(0)).square().mean() + some.sum() / 10
 
 
 # ---------------------------------------------------------------- identical ranks, without one process to compare with

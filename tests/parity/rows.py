@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import ClassWeights, TokenCount
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from tests.parity import CachesMask, models
-from tests.parity.columns import POOL, Row, pairs
+from tests.parity import CachesMask, models, normalised_network
+from tests.parity.columns import POOL, UNEVEN, Row, pairs
 from tests.parity.models import CHANGES, CLASS_WEIGHTS, Language, Layers, texts
 from tests.strategies.toolkit import RANK, Adversaries, Classifier, Fused, Polyak
 
@@ -34,6 +34,21 @@ FABRIC = ("fabric balanced_ddp", "fabric ddp_join", "fabric ddp_checkpoint")
 Momentum = partial(Classifier, torch.optim.SGD, lr=0.1, momentum=0.9)
 Summed = partial(Momentum, is_sum=True)
 LBFGS = partial(Classifier, torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def step(compute: Any, sizes: Any = UNEVEN, parts: Any = None, **options: Any) -> Row:
+    return Row(partial(models.Step, compute, **(parts or {})), sizes, **options)
+
+
+def layer() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+EXTRA = {"extra": layer, "unused": layer}
 
 
 def negative_weight(batch: Any) -> float:
@@ -114,13 +129,13 @@ EXACT = {
     "recomputed layers": Row(partial(Layers, partial(models.Transformer, False))),
     "recomputed layers, reentrant": Row(partial(Layers, partial(models.Transformer, True)), windows=2),
     "moving mean": Row(partial(Layers, models.Moving)),
-    "gradients of samples": Row(partial(models.Functional, lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))),
-    "penalty on a slope": Row(models.Penalised),
-    "adversarial inputs": Row(models.Adversarial),
-    "partly used": Row(models.Partial),
-    "partly used, accumulated": Row(models.Partial, windows=2),
+    "gradients of samples": step(models.derivatives),
+    "penalty on a slope": step(models.penalised, parts={"critic": critic}),
+    "adversarial inputs": step(models.adversarial),
+    "partly used": step(models.partly_used, parts=EXTRA),
+    "partly used, accumulated": step(models.partly_used, parts=EXTRA, windows=2),
     "thawed": Row(models.Thawing, columns=TRAINER),
-    "evaluation mode": Row(models.Evaluating),
+    "evaluation mode": step(models.in_evaluation_mode, parts={"network": normalised_network}),
     "caches of the size of a batch": Row(partial(CachesMask, torch.optim.SGD, lr=0.1), data=pairs, columns=TRAINER),
     "another precision": Row(partial(Layers, lambda: nn.Linear(5, 3).double()), trainer={"precision": "32-true"},
                              columns=TRAINER),
@@ -130,8 +145,8 @@ EXACT = {
     "a rank without data": Row(Momentum, [[], [5, 4], [2]], columns=("ddp_join", "fabric ddp_join"), wrong=None),
     "a rank without data, accumulated": Row(Momentum, [[2, 3], [], [2]], windows=3, columns=JOIN_3),
     "one rank with data": Row(Momentum, [[], [], [3, 2, 4]], is_stream=True, columns=JOIN_3, wrong=None),
-    "tokens by a callable": Row(models.Tokens, weight_by=models.count_tokens, wrong="samples"),
-    "tokens by a callable, accumulated": Row(models.Tokens, weight_by=models.count_tokens, wrong="samples", windows=3,
+    "tokens by a callable": step(models.of_tokens, weight_by=models.count_tokens, wrong="samples"),
+    "tokens by a callable, windows": step(models.of_tokens, weight_by=models.count_tokens, wrong="samples", windows=3,
                                              columns=OF_RANKS),
     "language": Row(Language, data=texts, weight_by="tokens", wrong="samples"),
     "language, accumulated": Row(Language, data=texts, weight_by=TokenCount(shift=True), wrong="samples", windows=3,
@@ -156,11 +171,12 @@ EXACT = {
     "a manual step with its own rate": Row(partial(models.Manual, lr=lambda number: 0.1 / (1 + number)),
                                            columns=OF_RANKS),
     "lists in the state": Row(partial(models.Manual, models.WithHistory), columns=OF_RANKS),
-    "by the loss, manually": Row(partial(models.SteppingByTheLoss, False), columns=OF_RANKS),
-    "by the loss, with torch's optimizer": Row(partial(models.SteppingByTheLoss, True), columns=OF_RANKS),
-    "twins": Row(models.Twins, weight_by="equal", wrong="samples", columns=OWN),
-    "all pairs": Row(partial(models.Contrast, False), weight_by="equal", wrong="samples", columns=OWN),
-    "own pairs": Row(partial(models.Contrast, True), weight_by="sum", wrong="samples", columns=OWN),
+    # Their closures communicate for the loss of all ranks, for which one rank warns.
+    "by the loss, manually": Row(partial(models.SteppingByTheLoss, False), columns=OF_RANKS, warns=None),
+    "by the loss, with torch's optimizer": Row(partial(models.SteppingByTheLoss, True), columns=OF_RANKS, warns=None),
+    "twins": step(models.twins, weight_by="equal", wrong="samples", columns=OWN),
+    "all pairs": step(models.all_pairs, weight_by="equal", wrong="samples", columns=OWN),
+    "own pairs": step(models.own_pairs, weight_by="sum", wrong="samples", columns=OWN),
     "skipped": skips([[3, 7, 2, 7], [1, 7, 4, 7]]),
     "skipped, the first batch": skips([[7, 3], [7, 2]]),
     "skipped, accumulated": skips([[3, 7, 7, 2, 7, 7, 3], [1, 2, 7, 4, 7, 7, 7]], windows=2),
@@ -190,10 +206,10 @@ EXACT = {
     "counts that are kept": counts("", resets=False, warns=KEPT),
     "counts that are kept from the second epoch": counts("", resets=False, first_epoch=1, warns=KEPT),
     "metrics that communicate": Row(models.Communicating, columns=OWN),
-    "twins of equal batches": Row(models.Twins, ((3, 3), (3, 3)), wrong=None, is_exact=False, columns=OWN),
-    "twins by samples": Row(models.Twins, wrong=None, is_exact=False, columns=OWN,
+    "twins of equal batches": step(models.twins, ((3, 3), (3, 3)), wrong=None, is_exact=False, columns=OWN),
+    "twins by samples": step(models.twins, wrong=None, is_exact=False, columns=OWN,
                             warns=("communicates between ranks", 1)),
-    "coupled": Row(models.Coupled, weight_by="equal", wrong=None, columns=(*OWN, "balanced_ddp")),
+    "coupled": step(models.coupled, weight_by="equal", wrong=None, columns=(*OWN, "balanced_ddp")),
     "the first rank without samples": Row(Momentum, options={"split": None, "gpu0_batch_size": 0}, wrong=None,
                                           columns=("balanced_dp", "balanced_ddp", "fabric balanced_ddp")),
     "shares accumulated without samples": Row(Momentum, options={"split": None, "gpu0_batch_size": 0}, wrong=None,

@@ -11,7 +11,7 @@ from tests.parity.rows import ROWS
 from tests.strategies.toolkit import run_cases, run_on_ranks, values_of
 
 # Parts of warnings that rows without `warns` do not have.
-WARNINGS = ("communicates between ranks", "was changed differently", "the loader has drawn")
+WARNINGS = ("communicates between ranks", "the value of rank 0 is kept", "the loader has drawn")
 
 
 def columns_of(row: Row) -> list[str]:
@@ -45,7 +45,7 @@ def results(request: pytest.FixtureRequest) -> Any:
             cases = {name: partial(train_row, column, name, False) for name in names}
             cases |= {f"{name}, wrong": partial(train_row, column, name, True) for name in names if ROWS[name].wrong}
             if COLUMNS[column].ranks:
-                found[column] = run_on_ranks(COLUMNS[column].ranks, cases, timeout=100)
+                found[column] = run_on_ranks(COLUMNS[column].ranks, cases, timeout=200)
             else:
                 found[column] = {name: [run] for name, run in run_cases(cases, "").items()}
         return found[column]
@@ -61,10 +61,9 @@ def test_a_row_trains_as_one_process_or_is_refused(results, column, name):
             assert row.refused.format(rank) in str(error), error
         return
     runs = values_of(found, name)
-    text, number = row.warns
-    warned = [one for run in runs for one in run.warned if any(part in one for part in WARNINGS)]
-    assert len(warned) == number, warned
-    assert all(text in one for one in warned)
+    if row.warns is not None:
+        warned = [one for run in runs for one in run.warned if any(part in one for part in WARNINGS)]
+        assert [row.warns[0] in one for one in warned] == [True] * row.warns[1], warned
     if not row.is_exact:
         assert len({run.digests[-1] for run in runs}) == 1
         return
