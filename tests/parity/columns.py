@@ -110,6 +110,7 @@ class Row:
     loader: Callable[[list[Tensor]], DataLoader] | None = None  # of the batches with these samples of a rank
     warns: tuple[str, int] | None = ("", 0)  # a part of a warning, and the number of these warnings on all ranks
     skipped: int | None = None  # the size of batches that one process leaves out
+    lacking: str = ""  # what virtual devices do not have
     refused: str = ""  # a part of the error on each rank
     epochs: int = 2
 
@@ -125,7 +126,7 @@ class Run:
     warned: list[str] = field(default_factory=list)
 
     def add_step(self, module: nn.Module) -> None:
-        parts = [torch.view_as_real(one.detach() + 0j).flatten().cpu() for one in module.parameters()]
+        parts = [torch.view_as_real(one.detach().cpu() + 0j).flatten() for one in module.parameters()]
         self.parameters.append(torch.cat(parts))
 
 

@@ -210,7 +210,7 @@ def of_tokens(module: Step, batch: Any) -> Tensor:
 def twins(module: Step, batch: Any) -> Tensor:
     """Barlow Twins: the loss of statistics of all samples, on every rank."""
     one, other = module.network(batch[0]), module.network(batch[0] + 0.1 * batch[0].roll(1, 1))
-    product, number = one.T @ other, torch.tensor(float(len(batch[0])), dtype=torch.float64)
+    product, number = one.T @ other, batch[0].new_tensor(float(len(batch[0])))
     if dist.is_initialized():
         product = all_reduce(product)
         dist.all_reduce(number)
@@ -223,10 +223,10 @@ def pairs_of_all_ranks(module: Step, batch: Any, is_local: bool) -> Tensor:
     own = [module.network(batch[0]), module.network(batch[0] + 0.1 * batch[0].roll(1, 1))]
     start = 0
     if module.trainer.world_size > 1:
-        start = sum(module.all_gather(torch.tensor(len(batch[0]))).tolist()[:RANK])
+        start = sum(module.all_gather(torch.tensor(len(batch[0]), device=module.device)).tolist()[:RANK])
         own = [module.all_gather(one, sync_grads=True).reshape(-1, CLASSES) for one in own]
     logits = own[0] @ own[1].T
-    rows = torch.arange(len(logits))
+    rows = torch.arange(len(logits), device=logits.device)
     if not is_local:
         return (functional.cross_entropy(logits, rows) + functional.cross_entropy(logits.T, rows)) / 2
     rows = rows[start : start + len(batch[0])]

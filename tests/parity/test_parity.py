@@ -9,6 +9,7 @@ import torch
 from tests.parity.columns import COLUMNS, Row, train_alone, train_row
 from tests.parity.rows import ROWS
 from tests.strategies.toolkit import run_cases, run_on_ranks, values_of
+from tests.support.devices import tolerance, virtual_devices_lack
 
 # Parts of warnings that rows without `warns` do not have.
 WARNINGS = ("communicates between ranks", "the value of rank 0 is kept", "the loader has drawn")
@@ -24,8 +25,15 @@ def is_slow(column: str, number: int, row: Row) -> bool:
     return column in of_ranks and column != of_ranks[number % len(of_ranks)]
 
 
+def marks_of(column: str, number: int, row: Row) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.slow] if is_slow(column, number, row) else []
+    if COLUMNS[column].is_fabric:
+        marks.append(pytest.mark.cpu_only("sets up Fabric on CPUs"))
+    return [*marks, virtual_devices_lack(row.lacking)] if row.lacking else marks
+
+
 CELLS = [
-    pytest.param(column, name, marks=pytest.mark.slow if is_slow(column, number, row) else (), id=f"{column}-{name}")
+    pytest.param(column, name, marks=marks_of(column, number, row), id=f"{column}-{name}")
     for column in COLUMNS
     for number, (name, row) in enumerate(ROWS.items())
     if column in columns_of(row)
@@ -78,7 +86,7 @@ def test_a_row_trains_as_one_process_or_is_refused(results, column, name):
             assert one.values[first:] == [pytest.approx(values, rel=1e-9) for values in alone.values[first:]]
     assert len(run.parameters) == len(alone.parameters) > 0
     error = max(map(difference, run.parameters, alone.parameters))
-    assert error < row.tolerance
+    assert error < tolerance(row.tolerance)
     wrong = values_of(found, f"{name}, wrong")[0] if row.wrong else None
     if wrong is not None:
         assert difference(wrong.parameters[-1], alone.parameters[len(wrong.parameters) - 1]) > 1e-6, "control"
