@@ -20,9 +20,10 @@ def columns_of(row: Row) -> list[str]:
 
 
 def is_slow(column: str, number: int, row: Row) -> bool:
-    """Return False for one of the row's strategies of one process per device under the Trainer, and for all others."""
-    of_ranks = [name for name in columns_of(row) if COLUMNS[name].ranks and not COLUMNS[name].is_fabric]
-    return column in of_ranks and column != of_ranks[number % len(of_ranks)]
+    """Return False for one of the row's strategies on ranks under the Trainer and one under Fabric, and for others."""
+    is_fabric = COLUMNS[column].is_fabric
+    alike = [name for name in columns_of(row) if COLUMNS[name].ranks and COLUMNS[name].is_fabric == is_fabric]
+    return column in alike and column != alike[number % len(alike)]
 
 
 def marks_of(column: str, number: int, row: Row) -> list[pytest.MarkDecorator]:
