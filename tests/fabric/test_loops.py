@@ -5,7 +5,7 @@ import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import chain, product
+from itertools import chain, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_ddp_ext import (
     BatchSplitError,
     OtherRankError,
     RanksOutOfStepError,
-    ReplicaMismatchError,
     UnevenInputsError,
     UnsupportedFeatureError,
     UnsynchronizedGradientsError,
@@ -93,7 +92,6 @@ class Run:
 
 
 def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) -> Any:
-    found = []
     for stream, shares in ((False, False), (True, False), (False, True), (True, True)):
         path = Path(folder) / f"{stream}-{shares}.ckpt"
         whole = Run(path, stream=stream, shares=shares).digests
@@ -101,13 +99,13 @@ def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) ->
             before = Run(path, stop, stream=stream, shares=shares).digests
             torch.rand(3)  # something else draws
             after = Run(path, resumes=True, stream=stream, shares=shares).digests
-            found.append((whole, before + after))
+            assert before + after == whole
+        assert len(whole) == len(set(whole)) > 6
         assert gather(whole) == [whole] * WORLD_SIZE
-    return found
 
 
 def loading_inside_of_a_loop_and_before_setup(folder: str) -> Any:
-    """Return what the reducer has learned before a checkpoint, and what it knows after loading that before `setup`."""
+    """A reducer knows after loading before `setup` what another one has learned before the checkpoint."""
     path = Path(folder) / "other times.ckpt"
     fabric = launched(DDPCheckpointStrategy())
     model = fabric.setup(nn.Linear(5, 1))
@@ -122,7 +120,7 @@ def loading_inside_of_a_loop_and_before_setup(folder: str) -> Any:
     fabric = launched(DDPCheckpointStrategy())
     fabric.load(path, {})
     fabric.setup(nn.Linear(5, 1))
-    return learned["layout"], fabric.strategy._reducer.state_dict()["layout"]
+    assert fabric.strategy._reducer.state_dict()["layout"] == learned["layout"] != []
 
 
 def every_sample_is_used_once_and_loops_end_together(folder: str) -> Any:
@@ -133,7 +131,9 @@ def every_sample_is_used_once_and_loops_end_together(folder: str) -> Any:
     for epoch in seen:
         for _, _, indices in loader:
             epoch.append([] if fabric.strategy.is_shadow else indices.tolist())
-    return len(loader), seen
+    assert len(loader) == len(seen[0]) == len(seen[1]) == 2
+    for epochs in zip(*gather(seen), strict=True):
+        assert sorted(chain(*chain(*epochs))) == list(range(7))
 
 
 def values_are_those_of_the_active_ranks(folder: str) -> Any:
@@ -159,8 +159,18 @@ def values_are_those_of_the_active_ranks(folder: str) -> Any:
                 "after the evaluation": fabric.all_gather(batch).flatten().tolist(),
             }
         )
-    found.append(fabric.all_gather(torch.tensor(RANK)).tolist())
-    return found
+    first, second = found
+    # A reduced loss keeps the gradient of this rank.
+    assert (first.pop("gradient"), second.pop("gradient")) == (10 * RANK, [1, 10][RANK])
+    assert first == {
+        "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0, "whole numbers": 5.5,
+        "evaluated": [[0, 10]], "after the evaluation": [0, 10],
+    }  # fmt: skip
+    assert second == {
+        "gathered": [1], "mean": 1, "sum": 1, "max": 1, "min": 1, "whole numbers": 1,
+        "evaluated": [[0, 10]], "after the evaluation": [1, 10],
+    }  # fmt: skip
+    assert fabric.all_gather(torch.tensor(RANK)).tolist() == [0, 1]
 
 
 def two_models_have_one_order_of_messages(folder: str) -> Any:
@@ -185,13 +195,15 @@ def two_models_have_one_order_of_messages(folder: str) -> Any:
         fabric.backward(made.sigmoid().mean() - discriminator(real).sigmoid().mean())
         optimizers[1].step()
         digests.append((digest_of(generator), digest_of(discriminator)))
-    return digests
+    assert gather(digests) == [digests] * WORLD_SIZE
+    assert len(set(digests)) == 3
 
 
 def windows_may_be_dropped(folder: str) -> Any:
-    """Accumulate windows of 2 of 3 batches, of which rank 1 has 0 or 2; return the gradients that a hook sees."""
-    options = product((0, 2), (True, False), (False, True))
-    return [(number, drop_windows(number, *others)) for number, *others in options]
+    """Accumulate windows of 2 of 3 batches, of which rank 1 has 0 or 2; hooks see the gradients of all ranks."""
+    for number, *others in product((0, 2), (True, False), (False, True)):
+        expected = (4 * 1 + 2 * 2) / 6 if number == 0 else (4 * 1 + 2 * 2 + 1 * 3 + 3 * 5) / 10
+        assert drop_windows(number, *others) == pytest.approx([expected] * 2)
 
 
 def drop_windows(of_rank_1: int, set_to_none: bool, has_other_gradients: bool) -> list[float]:
@@ -262,12 +274,17 @@ def accumulate(strategy: Any, batches: Any, loop: str) -> tuple[float, float]:
 
 
 def windows_with_several_backward_passes(folder: str) -> Any:
-    return {
-        (rule, batches is EVEN, loop): accumulate(DDPJoinStrategy(weight_by=rule), batches, loop)
-        for rule in ("samples", "sum")
-        for batches in (EVEN, UNEVEN)
-        for loop in LOOPS
-    }
+    """Micro-batches count once, and a window ends with the next batch."""
+    for rule, batches, loop in product(("samples", "sum"), (EVEN, UNEVEN), LOOPS):
+        gradient, loss = accumulate(DDPJoinStrategy(weight_by=rule), batches, loop)
+        assert gradient == pytest.approx(of_one_process(rule, batches, loop)), (rule, batches, loop)
+        if "another" not in loop:
+            # Each rank returns the sum over its micro-batches of the halved losses, with weight of all its samples.
+            own = [sum(sum(x + x**2 for x in part) / (2 * (1 if rule == "sum" else len(part))) for part in parts)
+                   for parts in batches]  # fmt: skip
+            sizes = [1 if rule == "sum" else sum(map(len, parts)) for parts in batches]
+            total = sum(one * size for one, size in zip(own, sizes, strict=True))
+            assert loss == pytest.approx(total / (1 if rule == "sum" else sum(sizes))), (rule, batches, loop)
 
 
 def of_one_process(rule: str, batches: Any, loop: str) -> float:
@@ -319,8 +336,14 @@ def loops_that_differ(folder: str) -> Any:
             for taken in ([next(batches)], [next(batches), next(batches)]):
                 for batch in taken:
                     fabric.backward(model(batch).mean())
-    said["ahead"] = [str(one.message) for one in caught if "batch_weight" in str(one.message)]
-    return said
+    (ahead,) = [str(one.message) for one in caught if "batch_weight" in str(one.message)]
+    assert "uses the weight of the last one, 1." in ahead
+    places = [f"batch {number} of its loader, counted over all epochs" for number in (1, 2)]
+    pairs = [f"synchronises gradients at {own}, others at {other}." for own, other in permutations(places)]
+    for name, text in said.items():
+        assert "optimizer steps, others" in text if name.startswith("steps of rank") else any(
+            pair in text for pair in pairs
+        ), text  # fmt: skip
 
 
 def errors_say_what_to_do(folder: str) -> Any:
@@ -374,7 +397,15 @@ def errors_say_what_to_do(folder: str) -> Any:
     with pytest.raises(UnevenInputsError) as error:
         fabric.setup_dataloaders(DataLoader([0] * (1 + RANK)), use_distributed_sampler=False)
     said["uneven"] = str(error.value)
-    return said
+    assert "Call `model = fabric.setup(model)` first" in said["no module"]
+    assert "Call it inside of such a loop, or set `fabric.strategy.batch_weight`" in said["no weight"]
+    assert "leave the last one before a step out of `fabric.no_backward_sync`" in said["not synchronised"]
+    for name in ("no parameter of a module", "the same, without Fabric"):
+        assert "a parameter of shape [1], which was not part of the module" in said[name]
+        assert "Create it as an `nn.Parameter` of a module before `fabric.setup`" in said[name]
+    assert "Pass a callable `weight_by`" in said["no samples"]
+    assert "End the accumulation of one module before that of the next begins" in said["two windows"]
+    assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]
 
 
 def share(folder: str, stop: int | None, resumes: bool, own_generator: bool = False) -> Any:
@@ -450,7 +481,7 @@ def shared_batches_after_the_checkpoint(folder: str) -> Any:
 
 
 def batches_taken_ahead(folder: str) -> Any:
-    """Rank 1 lacks the third batch. Return the gradients if weights are set for each batch, and the error of a copy."""
+    """Rank 1 lacks the third batch. Gradients are exact with a weight for each batch; one for a copy is an error."""
     fabric = launched()
     model = fabric.setup(nn.Linear(1, 1, bias=False))
     own = [torch.full((1 + number, 1), float(number + 5 * RANK)) for number in range(3 - RANK)]
@@ -471,11 +502,13 @@ def batches_taken_ahead(folder: str) -> Any:
                 fabric.backward(model(batch).mean())
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    return gradients, said
+    assert gradients == pytest.approx([(0 * 1 + 5 * 1) / 2, (1 * 2 + 6 * 2) / 4, 2.0])
+    about = "rank 1: `batch_weight` was set to 2 for a batch that stands in for missing data"
+    assert said.startswith(f"ValueError: {about}") if RANK else not said
 
 
 def a_gradient_penalty(folder: str) -> Any:
-    """Return the gradient of a penalty on the gradient of the output, and the warning of a checkpoint in a window."""
+    """A penalty on the gradient of the output; a checkpoint in a window is a warning."""
     fabric = launched(DDPCheckpointStrategy())
     model = fabric.setup(nn.Linear(1, 1, bias=False))
     nn.init.constant_(model.weight, 2.0)
@@ -487,11 +520,12 @@ def a_gradient_penalty(folder: str) -> Any:
         fabric.backward((slope**2).sum() * (1 + RANK))
         fabric.save(Path(folder) / "window.ckpt", {"model": model})
     fabric.backward(model(inputs).sum() * 0)
-    return float(model.weight.grad), [str(one.message) for one in caught if "checkpoint lacks" in str(one.message)]
+    assert float(model.weight.grad) == pytest.approx((1 * 4 * 1 + 2 * 4 * 2) / 3)  # of the squared weight, by weights
+    assert sum("checkpoint lacks" in str(one.message) for one in caught) == (RANK == 0)
 
 
 def shares_follow_the_speed(folder: str) -> list[int]:
-    """Rank 0 needs four times as long for a sample; return the samples of this rank in each step."""
+    """Rank 0 needs four times as long for a sample."""
     fabric = launched(BalancedDDPStrategy())
     model = nn.Linear(5, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -503,7 +537,10 @@ def shares_follow_the_speed(folder: str) -> list[int]:
             fabric.backward(model(features.float()).square().mean())
             optimizer.step()
             sizes.append(len(features))
-    return sizes
+    slow, fast = gather(sizes)
+    assert (slow[0], fast[0]) == (6, 6)
+    assert slow[-1] < 5
+    assert [one + other for one, other in zip(slow, fast, strict=True)] == [12] * 30
 
 
 def misused_sharing(folder: str) -> Any:
@@ -519,7 +556,10 @@ def misused_sharing(folder: str) -> Any:
             said.append(f"{type(error).__name__}: {error}")
     with pytest.raises(TypeError, match="argument of the strategy `ddp_join`"):
         BalancedDDPStrategy(uneven_inputs="stop")
-    return said
+    number, sampler, workers = said
+    assert number.startswith("ValueError: `split=[1, 2, 3]` has 3 entries for 2 ranks")
+    assert sampler.startswith("UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`")
+    assert "the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1" in workers
 
 
 def streams_that_end_earlier_on_a_rank(folder: str) -> list[str]:
@@ -536,35 +576,12 @@ def streams_that_end_earlier_on_a_rank(folder: str) -> list[str]:
                     optimizer.step()
         except UnevenInputsError as error:
             said.append(str(error).partition(", and has more on other ranks")[0])
-    return said
-
-
-class Announcing(Stream):
-    """Announces three samples more than it has, or one less on rank 1."""
-
-    def __len__(self) -> int:
-        return len(self.items) + (3 if RANK == 0 else -1)
-
-
-def streams_with_wrong_lengths(folder: str) -> Any:
-    """Return the samples of two epochs, and the digests."""
-    fabric = launched(DDPJoinStrategy())
-    model, optimizer = fabric.setup(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
-    items = list(torch.arange(12.0).reshape(12, 1)[RANK * 5 :][: 5 + 2 * RANK])
-    loader = fabric.setup_dataloaders(DataLoader(Announcing(items), batch_size=2))
-    seen, digests = [], []
-    for _ in range(2):
-        for batch in loader:
-            seen += [] if fabric.strategy.is_shadow else batch.flatten().tolist()
-            optimizer.zero_grad()
-            fabric.backward(model(batch).mean())
-            optimizer.step()
-            digests.append(digest_of(model, optimizer.optimizer))
-    return seen, digests
+    ends = ("2 batches", "2 batches and 1 samples", "1 batches and 1 samples", "0 batches")
+    assert said == [f"rank 1: `Stream` ended after {end}" for end in ends for _ in range(2)]
 
 
 def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
-    """Evaluate in the middle of every step, on batches without a sample for rank 1; return the times of all steps."""
+    """Evaluate in the middle of every step, on batches without a sample for rank 1."""
     fabric = launched(BalancedDDPStrategy())
     model = nn.Linear(5, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -579,7 +596,9 @@ def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
             assert weight == len(features)
             fabric.backward(loss)
             optimizer.step()
-    return [[*step.seconds.values()] for step in fabric.strategy.balancer.take_timed()]
+    times = [[*step.seconds.values()] for step in fabric.strategy.balancer.take_timed()]
+    assert len(times) == 24
+    assert all(seconds > 0 for step in times for seconds in step)
 
 
 def backward_without_a_loader(rule: str, gives_weight: bool) -> list[float]:
@@ -603,11 +622,13 @@ def backward_without_a_loader(rule: str, gives_weight: bool) -> list[float]:
 def weights_without_a_loader(folder: str) -> Any:
     with pytest.raises(RuntimeError, match="needs the weight of the batch"):
         backward_without_a_loader("samples", gives_weight=False)
-    return {rule: [backward_without_a_loader(rule, gives) for gives in (True, False)] for rule in ("equal", "sum")}
+    for rule in ("equal", "sum"):
+        given, own = (backward_without_a_loader(rule, gives) for gives in (True, False))
+        assert given == own == ([6.5, 26.5] * 3 if rule == "equal" else own)
 
 
 def a_rank_with_fewer_batches(folder: str) -> list[str]:
-    """Rank 1 leaves out the last batch; return the errors of the other rank, whose further calls are left alone too."""
+    """Rank 1 leaves out the last batch; the other rank and its further calls have an error."""
     fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
     model = fabric.setup(nn.Linear(1, 1))
     loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank
@@ -629,7 +650,11 @@ def a_rank_with_fewer_batches(folder: str) -> list[str]:
             call()
         except OtherRankError as error:
             errors.append(str(error))
-    return errors
+    names = [] if RANK else ["backward", "barrier", "all_reduce", "all_gather", "broadcast", "save"]
+    for error, name in zip(errors, names, strict=True):
+        assert error.startswith(f"rank 0: another rank did not take part in the `fabric.{name}`")
+        assert 'use `strategy="ddp_join"`' in error
+    assert RANK or "`fabric.backward` of batch 3 of" in errors[0]
 
 
 BATCHES = {"one": (8, 8), "same": (8, 8), "half": (4, 4), "other": (3, 4)}  # samples of two ranks
@@ -679,11 +704,14 @@ def one_step(strategy: Any, names: tuple[str, ...], loop: str) -> Any:
 
 
 def steps_of_several_loaders(folder: str) -> Any:
-    return {
-        (name, loop, names): one_step(make(), names, loop)
-        for name, make in STRATEGIES.items()
-        for loop, names in [*RIGHT_STEPS, *WRONG_STEPS]
-    }
+    """Each is exact or an error."""
+    for name, make in STRATEGIES.items():
+        for (loop, names), gradient in RIGHT_STEPS.items():
+            assert one_step(make(), names, loop) == pytest.approx(gradient), (name, loop, names)
+        for loop, names in WRONG_STEPS:
+            error, between = one_step(make(), names, loop), "ranks 0 and 1" if loop == "zip" else "micro-batches"
+            assert "but a rank has one weight in a step" in error, (name, loop, names)
+            assert f"between {between}" in error or name == "balanced_ddp"
 
 
 def mean(name: str) -> float:
@@ -714,7 +742,7 @@ class Counting(nn.Linear):
 
 
 def counts_of_each_rank_are_added_up_in_the_loop(folder: str) -> Any:
-    """Return the sums over ranks of each step, and the buffer after the loop, which ends without a reset."""
+    """Sums over ranks of each step, and the buffer after the loop, which ends without a reset, are equal."""
     found = []
     for make in (DDPJoinStrategy, partial(BalancedDDPStrategy, split=[1, 3])):
         fabric = launched(make())
@@ -729,23 +757,8 @@ def counts_of_each_rank_are_added_up_in_the_loop(folder: str) -> Any:
             sums.append(int(own))
             model.seen.zero_() if len(sums) < len(loader) else model.seen.add_(RANK)
         found.append((sums, int(model.seen)))
-    return found
-
-
-def settings_that_differ(folder: str) -> str:
-    """Return the error of a learning rate that one rank has changed."""
-    fabric = launched(DDPCheckpointStrategy())
-    model = nn.Linear(5, 1)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples(16)[0].float()), batch_size=2))
-    for number, (batch,) in enumerate(loader):
-        try:
-            fabric.backward(model(batch).sum())
-        except ReplicaMismatchError as error:
-            return f"{number}: {error}"
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.5 / (1 + number * RANK)
-    return "nothing"
+    assert gather(found) == [found] * WORLD_SIZE
+    assert [sums for sums, _ in found] == [[4, 4, 1], [2, 2, 2, 2, 1]]
 
 
 CASES = [
@@ -754,8 +767,6 @@ CASES = [
     values_are_those_of_the_active_ranks,
     two_models_have_one_order_of_messages,
     errors_say_what_to_do,
-    shared_batches,
-    shared_batches_until_a_checkpoint,
     shares_follow_the_speed,
     misused_sharing,
     windows_may_be_dropped,
@@ -767,10 +778,8 @@ CASES = [
     a_gradient_penalty,
     loading_inside_of_a_loop_and_before_setup,
     streams_that_end_earlier_on_a_rank,
-    streams_with_wrong_lengths,
     weights_without_a_loader,
     counts_of_each_rank_are_added_up_in_the_loop,
-    settings_that_differ,
     a_rank_with_fewer_batches,
 ]
 
@@ -782,147 +791,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return run_on_ranks(2, CASES, folder, timeout=120)
+    return run_on_ranks(2, [shared_batches, shared_batches_until_a_checkpoint, *CASES], folder, timeout=120)
 
 
-def test_runs_resume_bit_for_bit(found):
-    for runs in values_of(found, CASES[0]):
-        assert len(runs) == 12
-        for whole, resumed in runs:
-            assert len(whole) == len(set(whole)) > 6
-            assert resumed == whole
-
-
-def test_streams_that_end_earlier_on_a_rank_are_refused_on_all_ranks(found):
-    ends = ("2 batches", "2 batches and 1 samples", "1 batches and 1 samples", "0 batches")
-    for said in values_of(found, streams_that_end_earlier_on_a_rank):
-        assert said == [f"rank 1: `Stream` ended after {end}" for end in ends for _ in range(2)]
-
-
-def test_streams_with_wrong_lengths_are_used_whole(found):
-    (first, digests), (second, other) = values_of(found, streams_with_wrong_lengths)
-    assert sorted(first + second) == sorted([*map(float, range(12))] * 2)
-    assert digests == other
-    assert len(digests) == 2 * 4
-
-
-def test_a_checkpoint_is_loaded_before_setup_but_not_inside_of_a_loop(found):
-    for learned, loaded in values_of(found, loading_inside_of_a_loop_and_before_setup):
-        assert loaded == learned != []
-
-
-def test_ranks_share_the_samples(found):
-    by_rank = values_of(found, CASES[1])
-    assert [length for length, _ in by_rank] == [2, 2]
-    for epochs in zip(*(seen for _, seen in by_rank), strict=True):
-        assert sorted(index for steps in epochs for step in steps for index in step) == list(range(7))
-        assert [len(steps) for steps in epochs] == [2, 2]
-
-
-def test_ranks_without_data_are_left_out_of_values(found):
-    for rank, (first, second, after) in enumerate(values_of(found, CASES[2])):
-        assert first.pop("gradient") == 10 * rank  # a reduced loss keeps the gradient of this rank
-        assert second.pop("gradient") == [1, 10][rank]
-        assert first == {
-            "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0, "whole numbers": 5.5,
-            "evaluated": [[0, 10]], "after the evaluation": [0, 10],
-        }  # fmt: skip
-        assert second == {
-            "gathered": [1], "mean": 1, "sum": 1, "max": 1, "min": 1, "whole numbers": 1,
-            "evaluated": [[0, 10]], "after the evaluation": [1, 10],
-        }  # fmt: skip
-        assert after == [0, 1]
-
-
-def test_ranks_with_two_models_stay_identical(found):
-    one, other = values_of(found, CASES[3])
-    assert one == other
-    assert len(set(one)) == 3
-
-
-def test_a_window_that_is_dropped_has_no_weight_and_hooks_see_the_gradient_of_all_ranks(found):
-    for of_rank in values_of(found, windows_may_be_dropped):
-        assert len(of_rank) == 8
-        for of_rank_1, gradients in of_rank:
-            expected = (4 * 1 + 2 * 2) / 6 if of_rank_1 == 0 else (4 * 1 + 2 * 2 + 1 * 3 + 3 * 5) / 10
-            assert gradients == pytest.approx([expected] * 2)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("rule", ["samples", "sum"])
-@pytest.mark.parametrize("batches", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_micro_batches_count_once_and_a_window_ends_with_the_next_batch(found, rule, batches, loop):
-    for gradients in values_of(found, windows_with_several_backward_passes):
-        gradient, loss = gradients[rule, batches is EVEN, loop]
-        assert gradient == pytest.approx(of_one_process(rule, batches, loop))
-        if "another" not in loop:
-            # Each rank returns the sum over its micro-batches of the halved losses, with weight of all its samples.
-            own = [sum(sum(x + x**2 for x in part) / (2 * (1 if rule == "sum" else len(part))) for part in parts)
-                   for parts in batches]  # fmt: skip
-            sizes = [1 if rule == "sum" else sum(map(len, parts)) for parts in batches]
-            total = sum(one * size for one, size in zip(own, sizes, strict=True))
-            assert loss == pytest.approx(total / (1 if rule == "sum" else sum(sizes)))
-
-
-def test_loops_that_differ_between_ranks_end_in_an_error(found):
-    for said in values_of(found, loops_that_differ):
-        for name in ("ddp_join", "balanced_ddp"):
-            first, second = (f"batch {number} of its loader, counted over all epochs" for number in (1, 2))
-            assert any(
-                f"synchronises gradients at {own}, others at {other}." in said[name]
-                for own, other in ((first, second), (second, first))
-            ), said[name]
-            assert "Run equally many batches" in said[name]
-        steps = [text for name, text in said.items() if name.startswith("steps of rank")]
-        assert len(steps) == 6
-        for text in steps:
-            assert "optimizer steps, others" in text
-        (warning,) = said["ahead"]
-        assert "uses the weight of the last one, 1." in warning
-
-
-def test_a_rank_with_fewer_batches_ends_in_an_error_with_a_remedy(found):
-    waiting, other = values_of(found, a_rank_with_fewer_batches)
-    assert other == []
-    calls = ["backward", "barrier", "all_reduce", "all_gather", "broadcast", "save"]
-    assert "`fabric.backward` of batch 3 of" in waiting[0]
-    for error, call in zip(waiting, calls, strict=True):
-        assert error.startswith(f"rank 0: another rank did not take part in the `fabric.{call}`")
-        assert 'use `strategy="ddp_join"`' in error
-
-
-def test_weights_that_were_read_with_their_batches_make_batches_taken_ahead_exact(found):
-    expected = [(0 * 1 + 5 * 1) / 2, (1 * 2 + 6 * 2) / 4, 2.0]
-    for rank, (gradients, said) in enumerate(values_of(found, batches_taken_ahead)):
-        assert gradients == pytest.approx(expected)
-        about = "rank 1: `batch_weight` was set to 2 for a batch that stands in for missing data"
-        assert said.startswith(f"ValueError: {about}" if rank else "")
-        assert bool(said) == bool(rank)
-
-
-def test_the_gradient_of_an_output_can_be_used_and_a_checkpoint_within_a_window_is_a_warning(found):
-    for rank, (gradient, said) in enumerate(values_of(found, a_gradient_penalty)):
-        assert gradient == pytest.approx((1 * 4 * 1 + 2 * 4 * 2) / 3)  # of the squared weight 2, by the weights 1 and 2
-        assert len(said) == (rank == 0)
-
-
-def test_rules_that_give_every_batch_the_same_weight_need_no_loader(found):
-    for of_rank in values_of(found, weights_without_a_loader):
-        assert of_rank["equal"][1] == of_rank["equal"][0] == [6.5, 26.5] * 3
-        assert of_rank["sum"][1] == of_rank["sum"][0] != []
-
-
-def test_misuse_ends_in_an_error_with_a_remedy(found):
-    for said in values_of(found, CASES[4]):
-        assert "Call `model = fabric.setup(model)` first" in said["no module"]
-        assert "Call it inside of such a loop, or set `fabric.strategy.batch_weight`" in said["no weight"]
-        assert "leave the last one before a step out of `fabric.no_backward_sync`" in said["not synchronised"]
-        for name in ("no parameter of a module", "the same, without Fabric"):
-            assert "a parameter of shape [1], which was not part of the module" in said[name]
-            assert "Create it as an `nn.Parameter` of a module before `fabric.setup`" in said[name]
-        assert "Pass a callable `weight_by`" in said["no samples"]
-        assert "End the accumulation of one module before that of the next begins" in said["two windows"]
-        assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_every_rank(found, case):
+    values_of(found, case)
 
 
 def of_all_ranks(by_rank):
@@ -950,50 +824,6 @@ def test_shared_batches_go_on_with_another_number_of_ranks(found, folder, ranks)
         assert own == pytest.approx(parameters[0], abs=1e-12)
     for error in refused:
         assert "a sampler has a `generator` of its own, whose state cannot be restored" in error
-
-
-def test_shares_follow_the_speed_of_ranks(found):
-    slow, fast = values_of(found, shares_follow_the_speed)
-    assert (slow[0], fast[0]) == (6, 6)
-    assert slow[-1] < 5
-    assert [one + other for one, other in zip(slow, fast, strict=True)] == [12] * 30
-
-
-def test_evaluations_within_a_step_are_not_measured(found):
-    for times in values_of(found, times_of_other_loops_are_not_measured):
-        assert len(times) == 24
-        assert all(seconds > 0 for step in times for seconds in step)
-
-
-@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join", "balanced_ddp"])
-def test_a_step_on_several_loaders_is_exact_or_an_error(found, strategy):
-    for steps in values_of(found, steps_of_several_loaders):
-        for (loop, names), gradient in RIGHT_STEPS.items():
-            assert steps[strategy, loop, names] == pytest.approx(gradient), (loop, names)
-        for loop, names in WRONG_STEPS:
-            assert "but a rank has one weight in a step" in steps[strategy, loop, names], (loop, names)
-            if strategy != "balanced_ddp":
-                between = "between ranks 0 and 1" if loop == "zip" else "between micro-batches"
-                assert between in steps[strategy, loop, names]
-
-
-def test_misused_sharing_is_refused(found):
-    for number, sampler, workers in values_of(found, misused_sharing):
-        assert number.startswith("ValueError: `split=[1, 2, 3]` has 3 entries for 2 ranks")
-        assert sampler.startswith("UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`")
-        assert "the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1" in workers
-
-
-def test_a_loop_adds_up_the_counts_of_each_rank_which_become_equal_after_it(found):
-    first, second = values_of(found, counts_of_each_rank_are_added_up_in_the_loop)
-    assert first == second
-    assert [sums for sums, _ in first] == [[4, 4, 1], [2, 2, 2, 2, 1]]
-
-
-def test_settings_of_optimizers_that_differ_end_in_an_error_in_the_next_step(found):
-    for said in values_of(found, settings_that_differ):
-        assert said.startswith("2: ranks are not set up alike: setting `lr` of parameter group 0 of optimizer 0 (SGD)")
-        assert "is 0.5 on rank 0 but 0.25 on rank 1" in said
 
 
 class Nobody:

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 LIMIT = 470.0  # seconds for a part
 _FOLDERS = (
-    "strategies", "replicas", "reducer", "callbacks", "join", "models", "activation_checkpointing", "consistency"
+    "strategies", "replicas", "reducer", "callbacks", "parity", "activation_checkpointing", "consistency"
 )  # fmt: skip
 _WARNINGS = (
     "ignore::pytest.PytestConfigWarning",  # settings of plug-ins that this Python lacks, and their markers
@@ -60,7 +60,7 @@ def files_of_part(part: str) -> list[str]:
 
 
 PARTS = {
-    "parity": "The tests of strategies, replicas, reducer, callbacks and models, in float64 on the device.",
+    "parity": "The table of parity, tests of strategies, replicas, reducer and callbacks, in float64 on the device.",
     "features": "Behaviour of real devices: NCCL, precision, memory, compiled modules, waits of the host.",
     "sanitizers": "One step of each strategy under CUDA's and torch's sanitizers.",
     "speed": "Time of a training step and memory of gradients, against `ddp`, one device and `DataParallel`.",

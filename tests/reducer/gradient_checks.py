@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from tests.reducer.checking import EXACT, Comparison, batch, check, combined, gradients, largest_error, net, spread
+from tests.reducer.checking import EXACT, Comparison, batch, check, gradients, largest_error, net, spread
 from tests.support.devices import accelerator
 
 
@@ -22,23 +22,6 @@ def a_parameter_whose_bucket_was_sent_early_gets_its_gradient() -> float:
         compared.zero_grad()
         compared.step(loss)
     return compared.error
-
-
-@check(EXACT)
-def double_backward_through_the_loss() -> float:
-    compared = Comparison(net())
-
-    def penalty(module: nn.Module, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        return slope.pow(2).mean()
-
-    for _ in range(2):
-        compared.zero_grad()
-        penalty(compared.alone, combined()).backward(create_graph=True)
-        with compared.reducer.synchronize():
-            penalty(compared.together, batch(dist.get_rank())).backward(create_graph=True)
-    return largest_error(compared.together, compared.alone)
 
 
 @check(EXACT)

@@ -11,7 +11,7 @@ from torchmetrics import CatMetric, Metric
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.steps.metric_states import synchronize_states
-from tests.support.processes import RankError, RankTimeoutError, run_processes
+from tests.support.processes import run_processes
 
 
 class Entries(Metric):
@@ -110,19 +110,6 @@ def synchronize() -> dict[str, Any]:
     return found
 
 
-def synchronize_with_torchmetrics_alone(shape: list[int] | None) -> Any:
-    dist.init_process_group("gloo")
-    if shape is None:
-        entries = Entries()
-        entries.update(*[torch.ones(1)] * (1 + dist.get_rank()))
-        return entries.compute()
-    sums = Sums()
-    sums.parts = [torch.zeros(1)]
-    if dist.get_rank() == 0:
-        sums.update(torch.full(shape, 0.25))
-    return sums.compute()
-
-
 @pytest.fixture(scope="module")
 def found():
     return run_processes(synchronize, 3, timeout=60)
@@ -148,15 +135,3 @@ def test_states_take_the_form_of_ranks_that_have_made_an_update(found):
         assert own["vector"] == ([0.75, 1.5, 2.25], [0.25, 0.5, 0.5, 0.75, 1.0, 1.5])
         assert own["alike"] == ([3.0], [0.0, 1.0, 2.0])
         assert "`total` of `Sums` has the shapes [1], [2], [3] on ranks 0 to 2" in own["apart"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [None, [], [3]])
-def test_torchmetrics_alone_mixes_up_states_or_waits_forever(shape):
-    """The negative control: `shape` is of the only update, on rank 0; None is for entries in lists of two lengths."""
-    try:
-        found = run_processes(synchronize_with_torchmetrics_alone, 2, shape, timeout=20)
-    except (RankTimeoutError, RankError):
-        return
-    assert shape is not None
-    assert [total for total, _ in found] != [torch.full(shape, 0.25).tolist()] * 2

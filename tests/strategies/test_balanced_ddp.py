@@ -14,18 +14,15 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
-from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.steps import balancer
 from lightning_ddp_ext.strategies import balanced_ddp
-from tests.parity import CachesMask, normalised_network, quiet_trainer
+from tests.parity import normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
     RANK,
-    Adversaries,
     Classifier,
     Momentum,
     Stream,
-    assert_same_training,
     fit,
     run_on_ranks,
     samples,
@@ -205,27 +202,6 @@ def test_wrong_arguments_are_refused_before_ranks_are_started():
 # ---------------------------------------------------------------- manual optimization, batch normalisation
 
 
-OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # modules, and options of the strategy
-    "split": (Adversaries, {"split": [1, 3]}),
-    "accumulated": (partial(Adversaries, toggle=False, accumulate=True), {"split": [1, 3]}),
-    "shadow steps": (Adversaries, {"gpu0_batch_size": 0}),
-    "auto": (Adversaries, {}),
-    "caches of the size of the share": (partial(CachesMask, torch.optim.SGD, lr=0.1), {"split": [1, 3]}),
-}
-
-
-def fit_other(name: str, **options: Any) -> Any:
-    """Train on batches of 8, 8 and 5 samples in their order."""
-    seed_everything(0, verbose=False)
-    loader = DataLoader(TensorDataset(*samples(21)[:2]), batch_size=8)
-    return fit(OTHERS[name][0](), loader, max_epochs=2, **options)[1]
-
-
-def share(name: str, folder: str) -> Any:
-    callbacks = [ReplicaConsistency(every_n_steps=1)] if name.startswith("caches") else []
-    return fit_other(name, strategy=BalancedDDPStrategy(**OTHERS[name][1]), callbacks=callbacks)
-
-
 def normalise(is_normalised: bool, folder: str) -> Any:
     """Return the sizes of shares of 24 samples with and without batch normalisation."""
     module, sizes = Classifier(), Simulated([SPEEDS])
@@ -239,18 +215,7 @@ def normalise(is_normalised: bool, folder: str) -> Any:
 @pytest.fixture(scope="module")
 def others():
     normalised = {f"{is_normalised}": partial(normalise, is_normalised) for is_normalised in (True, False)}
-    return run_on_ranks(2, {**{name: partial(share, name) for name in OTHERS}, **normalised})
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_manual_optimization_and_caches_have_the_gradients_of_the_whole_batch(others, name):
-    found, wanted = values_of(others, name), fit_other(name, **ALONE)
-    if name == "shadow steps":  # rank 0 has no sample and runs no optimizer of the module
-        assert found[0].gradients == []
-        assert found[0].digests == found[1].digests != []
-        assert float((found[0].parameters - wanted.parameters).abs().max()) < 1e-12
-        found = found[1:]
-    assert_same_training(found, wanted)
+    return run_on_ranks(2, normalised)
 
 
 def test_batch_normalisation_gets_no_single_sample(others):

@@ -37,8 +37,10 @@ from tests.strategies.toolkit import (
     fit,
     run_on_ranks,
     samples,
+    selected,
     trainer,
     values_of,
+    with_slow,
 )
 
 FIXED = {"split": [1, 2]}
@@ -381,17 +383,33 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+# The others are slow.
+QUICK = {
+    "shuffled", "own generator", "rows with workers", "weighted", "own batch sampler", "persistent workers",
+    "whole batches", "stream with workers", "shuffled stream with a worker", "samples with gaps", "stateful", "several",
+    "limited stream", "optimizer that draws", "workers without data", "iterable without data",
+}  # fmt: skip
+QUICK_REFUSALS = {
+    "sampler of the rank", "diverging batches", "stream of the rank with workers", "validation on a stream of the rank",
+    "stream that ends earlier on a rank", "stream that ends one sample earlier on a rank", "data pipe", "small batches",
+    "own batches that end earlier on a rank", "dataset with fewer samples on a rank", "broken samples", "any order",
+    "stream with other workers", "other proportions",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    alone = {name: replace(case, options={}) for name, case in RUNS.items()}
+def found(request, tmp_path_factory):
+    names = selected(request, "name")
+    runs = {name: case for name, case in RUNS.items() if name in names}
+    alone = {name: replace(case, options={}) for name, case in runs.items()}
     alone.update((name, partial(evaluate, {})) for name in EVALUATIONS)
-    refused = {name: partial(refuse, name) for name in REFUSED}
-    shared = {**RUNS, **EVALUATIONS, "fetched": only_the_share_is_fetched, **refused}
+    refused = {name: partial(refuse, name) for name in REFUSED if name in names}
+    shared = {**runs, **EVALUATIONS, "fetched": only_the_share_is_fetched, **refused}
     folder = tmp_path_factory.mktemp("data")
     return run_on_ranks(1, alone, folder), run_on_ranks(2, shared, folder)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", with_slow(RUNS, QUICK))
 def test_ranks_share_the_batches_of_one_process(found, name):
     (whole, _, wanted), by_rank = values_of(found[0], name)[0], values_of(found[1], name)
     numbers = sorted(set().union(*(batches for batches, _, _ in by_rank)))
@@ -417,7 +435,7 @@ def test_a_rank_fetches_no_sample_of_another_rank(found):
     assert len(fetched[0]) < len(fetched[1])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", with_slow(REFUSED, QUICK_REFUSALS))
 def test_data_that_ranks_cannot_share_is_refused(found, name):
     for error in values_of(found[1], name):
         assert REFUSED[name][1] in error

@@ -16,19 +16,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import DDPJoinStrategy
+from tests.parity.models import Counting
 from tests.strategies.toolkit import (
     COUNTS,
     FEATURES,
     RANK,
-    Adversaries,
     Classifier,
-    Fused,
     Noisy,
     assert_identical,
     fit,
@@ -128,25 +125,6 @@ def a_worker_does_not_collect_the_process_group_of_an_interrupted_run(folder: st
     assert len(trace.digests) == 4
     gc.collect()
     assert count_threads(threads) == threads
-
-
-def ranks_stay_identical_under_every_kind_of_step(folder: str) -> None:
-    normalised, with_order = Classifier(), Classifier()
-    normalised.network.insert(1, nn.BatchNorm1d(7))
-    with_order.order = nn.Parameter(torch.arange(3) + RANK, requires_grad=False)
-    hook = {"strategy": DDPJoinStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)}
-    cases = (
-        (normalised, {}),
-        (with_order, {}),
-        (Classifier(), hook),
-        (Classifier(Fused, lr=0.1), {}),
-        (Adversaries(), {}),
-    )
-    for module, options in cases:
-        made, trace = fit(module, **options)
-        assert_identical(trace.digests)
-        assert made.global_step == (8 if module is cases[-1][0] else 4)
-    assert with_order.order.tolist() == [0, 1, 2]  # rank 0's
 
 
 def averaged_weights_have_the_statistics_of_all_samples(folder: str) -> None:
@@ -274,11 +252,36 @@ def optimizers_draw_the_same_numbers_on_all_ranks_and_steps_draw_different_ones(
     assert len({number for drawn in gather(module.drawn) for number in drawn}) == 2 * (4 + 2 + 1)
 
 
+class SavingInHook(Callback):
+    """Saves in a hook of each batch, and reads the counts once the batch has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if self.path.exists():
+            self.found.append(
+                (torch.load(self.path, weights_only=False)["state_dict"]["counts"], module.counts.clone())
+            )
+
+
+def a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch(folder: str) -> None:
+    saving = SavingInHook(Path(folder) / "counts.ckpt")
+    fit(Counting("", resets=False), max_epochs=2, callbacks=[saving])
+    assert all(saved.equal(after) for saved, after in saving.found)
+    assert_identical([after.tolist() for _, after in saving.found])
+    assert len({tuple(after.tolist()) for _, after in saving.found}) > 4
+
+
 CASES = [
+    a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch,
     a_step_is_one_message_whether_loaders_know_their_length_or_not,
     process_groups_and_their_threads_end_with_a_run,
     a_worker_does_not_collect_the_process_group_of_an_interrupted_run,
-    ranks_stay_identical_under_every_kind_of_step,
     averaged_weights_have_the_statistics_of_all_samples,
     manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors,
     a_resumed_run_has_the_buckets_that_had_grown,

@@ -4,17 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lightning.pytorch import seed_everything
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.strategies.toolkit import RANK, Classifier, Stream, fit, loader, run_on_ranks, samples, values_of
-
-
-class Estimating(Classifier):
-    """Asks for the number of steps in `setup`, which sets up the data before the strategy."""
-
-    def setup(self, stage: str) -> None:
-        self.estimated = self.trainer.estimated_stepping_batches
 
 
 class Ending(Classifier):
@@ -46,18 +38,6 @@ class FirstEpochOnly(Stream):
         return iter(items)
 
 
-def train(module: type[Classifier], strategy: str) -> Any:
-    seed_everything(0, verbose=False)
-    counts = {"ddp_checkpoint": (6, 6), "ddp_join": (8, 4)}.get(strategy)
-    data = DataLoader(TensorDataset(*samples(12)), batch_size=4) if counts is None else loader(*counts)
-    return fit(module(), data, strategy=strategy)[1].parameters
-
-
-def estimated(folder: str) -> Any:
-    names = ("ddp_checkpoint", "ddp_join", "balanced_ddp")
-    return {name: [train(module, name) for module in (Estimating, Classifier)] for name in names}
-
-
 def ended(folder: str) -> Any:
     module = Ending()
     fit(module, loader(8, 2))
@@ -72,14 +52,8 @@ def marked(folder: str) -> Any:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Callable[[Callable[[str], Any]], list[Any]]:
-    by_case = run_on_ranks(2, [estimated, ended, marked], tmp_path_factory.mktemp("ends"))
+    by_case = run_on_ranks(2, [ended, marked], tmp_path_factory.mktemp("ends"))
     return lambda case: values_of(by_case, case)
-
-
-def test_a_module_may_ask_for_the_number_of_steps_before_the_strategy_is_set_up(found):
-    for of_rank in found(estimated):
-        for name, (asked, plain) in of_rank.items():
-            assert asked.equal(plain), name
 
 
 def test_a_batch_that_a_hook_skips_has_ended_at_the_end_of_the_epoch(found):

@@ -3,33 +3,22 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
 
-import lightning_ddp_ext.fabric
 from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy, RanksOutOfStepError
 from lightning_ddp_ext.strategies import gathering
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from tests.strategies.toolkit import (
-    ALONE,
     RANK,
-    WORLD_SIZE,
-    Case,
-    Classifier,
-    Trace,
-    assert_same_training,
-    fit,
     run_on_ranks,
-    samples,
     trainer,
     values_of,
 )
@@ -279,90 +268,9 @@ COLLECT = {f"{kind}, {counts}": partial(collect, kind, counts) for kind, counts 
 COLLECT |= {f"{kind}, {(7, 1, 0)}": partial(collect, kind, (7, 1, 0)) for kind in ("ddp_join", "balanced_ddp")}
 
 
-class CoupledModel(Classifier):
-    """A loss of the features of all ranks, and of a selection that may be empty on a rank."""
-
-    def loss(self, batch: Any) -> Tensor:
-        features = self.network(batch[0])
-        found = self.all_gather([features, features[batch[1] == 0]], sync_grads=True)
-        every, some = (one.reshape(-1, features.shape[-1]) for one in found)
-        return (every - every.mean(0)).square().mean() + some.sum() / 10
-
-
-Coupled = partial(CoupledModel, torch.optim.SGD, lr=0.1, momentum=0.9)
-GRADIENTS = {
-    "ddp_checkpoint": Case([[2, 2], [2, 1], [2, 1]], Coupled, partial(DDPCheckpointStrategy, weight_by="equal")),
-    "ddp_join": Case([[2, 3, 2], [2, 1], [1]], Coupled, partial(DDPJoinStrategy, weight_by="equal")),
-}
-
-
-def share_gradients(folder: str) -> Trace:
-    return fit_shared(strategy=BalancedDDPStrategy(weight_by="equal", split=[1, 1, 2]))
-
-
-def fit_shared(**options: Any) -> Trace:
-    """Train on batches of four samples, the last of one, of which some ranks have no share."""
-    return fit(Coupled(), DataLoader(TensorDataset(*samples(9)), batch_size=4), max_epochs=2, **options)[1]
-
-
-WRONG: dict[str, Callable[[], Any]] = {
-    "lists": lambda: [torch.zeros(2)] * (1 + RANK),
-    "none": lambda: None if RANK else torch.zeros(2),
-    "dimensions": lambda: torch.zeros(2, 3 + RANK),
-}
-
-
-class Wrong(Collecting):
-    """Gathers values that cannot be joined."""
-
-    def end(self, hook: str) -> None:
-        self.errors = []
-        for make in WRONG.values():
-            with pytest.raises(RanksOutOfStepError) as caught:
-                self.all_gather(make())
-            self.errors.append(str(caught.value))
-
-
-def wrong(folder: str) -> list[str]:
-    module = Wrong()
-    trainer().validate(module, DataLoader(TensorDataset(numbers(3))), verbose=False)
-    return module.errors
-
-
-SIZES = {"ddp_checkpoint": [[2, 2], [1, 3], [3, 1]], "ddp_join": [[2, 2, 3], [1, 3, 1], [3, 1]]}
-
-
-def batches_of(kind: str) -> list[list[Tensor]]:
-    """Return the batches of each rank; the last rank has one less under `ddp_join`."""
-    flat = iter(numbers(sum(map(sum, SIZES[kind]))).split([size for of_rank in SIZES[kind] for size in of_rank]))
-    return [[next(flat) for _ in of_rank] for of_rank in SIZES[kind]]
-
-
-def in_a_loop(kind: str, folder: str) -> Any:
-    """Gather batches in a loop of Fabric whose last step has no data of the last rank."""
-    strategy = getattr(lightning_ddp_ext.fabric, KINDS[kind].__name__)()
-    fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE, strategy=strategy)
-    fabric.launch()
-    data = DataLoader(numbers(9), batch_size=4) if kind == "balanced_ddp" else batches_of(kind)[RANK]
-    loader = fabric.setup_dataloaders(
-        DataLoader(data, batch_size=None) if isinstance(data, list) else data, use_distributed_sampler=False
-    )
-    seen, positives = [], Positives()
-    for batch in loader:
-        seen.append(fabric.all_gather({"rows": batch})["rows"].flatten(0, 1).tolist())
-        if not fabric.strategy.is_shadow:
-            positives.update(batch)
-    with pytest.raises(RanksOutOfStepError, match="None on rank 0; "):
-        fabric.all_gather([torch.zeros(RANK + 1)] * (RANK + 1))
-    return seen, float(positives.compute())
-
-
-LOOPS = {f"loop, {kind}": partial(in_a_loop, kind) for kind in KINDS}
-
-
 @pytest.fixture(scope="module")
 def found():
-    return run_on_ranks(3, {**COLLECT, **GRADIENTS, **LOOPS, "shared": share_gradients, "wrong": wrong}, timeout=200)
+    return run_on_ranks(3, COLLECT, timeout=200)
 
 
 @pytest.mark.parametrize("name", COLLECT)
@@ -379,37 +287,3 @@ def test_programs_for_ddp_get_the_value_of_all_samples(found, name):
             assert len(values) == 6
             for of_idiom in values.values():
                 assert sorted(of_idiom) == rows.tolist()
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_flow_back_through_rows_of_different_sizes(found, name):
-    assert_same_training(values_of(found, name), GRADIENTS[name].alone())
-
-
-def test_gradients_flow_back_through_rows_of_shares(found):
-    assert_same_training(values_of(found, "shared"), fit_shared(**ALONE))
-
-
-def test_every_rank_raises_an_error_that_names_the_sizes_of_all(found):
-    for rank, errors in enumerate(values_of(found, "wrong")):
-        assert len(errors) == len(WRONG)
-        assert all(error.startswith(f"rank {rank}: `all_gather` needs equally many tensors") for error in errors)
-        assert (
-            "None on rank 0; ('', 'float32', 'cpu', (2,)) on rank 1; ('', 'float32', 'cpu', (2,)) on rank 2"
-            in errors[0]
-        )
-        assert (
-            "(2, 3)) on rank 0; ('', 'float32', 'cpu', (2, 4)) on rank 1; ('', 'float32', 'cpu', (2, 5))" in errors[2]
-        )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_a_fabric_are_gathered_without_those_that_stand_in(found, kind):
-    if kind == "balanced_ddp":
-        steps = numbers(9).split(4)
-    else:
-        steps = [torch.cat([part for part in step if part is not None]) for step in zip_longest(*batches_of(kind))]
-    rows = torch.cat(steps)
-    for seen, positives in values_of(found, f"loop, {kind}"):
-        assert seen == [step.tolist() for step in steps]
-        assert positives == rows[rows[:, 0] > 5].sum()

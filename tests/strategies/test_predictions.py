@@ -141,16 +141,6 @@ def predict_alone(name: str, folder: str) -> Any:
     return [predict(MAKERS[name], ALONE, pads) for pads in (True, False)]
 
 
-def every_rank_has_its_own_order(folder: str) -> Any:
-    """The negative control: Lightning's `ddp` returns the part of each rank."""
-
-    class Silent(Predicting):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"found": [Found(index, []) for index in batch[0]]}
-
-    return indices_of(trainer(strategy="ddp", use_distributed_sampler=True).predict(Silent(), load(7)))
-
-
 def rank_zero_alone_gets_predictions(folder: str) -> Any:
     return predict(load, {"strategy": DDPJoinStrategy(predictions_on="rank_zero")})
 
@@ -275,14 +265,14 @@ EXPECTED: dict[Callable[[str], Any], Any] = {  # on every rank
     callbacks_of_lightning_get_the_indices: [[ALL] * 2] * 2,
 }
 OTHERS = [
-    *EXPECTED, every_rank_has_its_own_order, rank_zero_alone_gets_predictions, every_shuffled_sample_is_predicted_once,
+    *EXPECTED, rank_zero_alone_gets_predictions, every_shuffled_sample_is_predicted_once,
     token_batches, refusals,
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    names = selected(request, "name") | {"two loaders"}  # for the tests of files too
+    names = selected(request, "name") | {"7 samples"}
     alone = {name: partial(predict_alone, name) for name in names}
     ranks = {f"{kind}, {name}": partial(predict_with, kind, name) for kind in KINDS for name in names}
     folder = tmp_path_factory.mktemp("data")
@@ -300,11 +290,6 @@ def test_predictions_are_those_of_one_process_on_every_rank(found, kind, name):
     assert wanted
     for values in values_of(found[1], f"{kind}, {name}"):
         assert values == wanted
-
-
-def test_without_the_strategy_ranks_have_parts_only(found):
-    parts = values_of(found[1], every_rank_has_its_own_order)
-    assert parts == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 def test_predictions_may_be_kept_on_rank_zero_only(found):
@@ -401,30 +386,6 @@ def continued_on_another_number_of_ranks(folder: str) -> Any:
     return found
 
 
-def streams_of_ranks_continue(folder: str) -> Any:
-    path = Path(folder, "stream")
-    interrupt(path, make=partial(own_loader, "stream"), shares_data=False, at=1)
-    seen = write(path, make=partial(own_loader, "stream"), shares_data=False)
-    return seen, indices_of(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
-
-
-def one_trainer_writes_twice(folder: str) -> Any:
-    path = Path(folder, "twice")
-    made = trainer(PredictionWriter(path), use_distributed_sampler=True)
-    for seen in ([0, 1, 2, 3, 4, 5, 6], []):
-        module = Predicting()
-        made.predict(module, load(), return_predictions=False)
-        assert sorted(chain(*gather(module.seen))) == seen
-    return indices_of(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
-
-
-def two_loaders_are_kept_apart(folder: str) -> Any:
-    path = Path(folder, "two")
-    interrupt(path, make=MAKERS["two loaders"], at=1)
-    write(path, make=MAKERS["two loaders"])
-    return plain(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
-
-
 def other_folders_are_refused(folder: str) -> list[str]:
     path, found = Path(folder, "refused"), []
     interrupt(path, merge=False)
@@ -450,10 +411,7 @@ def other_folders_are_refused(folder: str) -> list[str]:
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     cases = {f"interrupted, {kind}": partial(written_after_an_interruption, kind) for kind in STRATEGIES}
-    others = [
-        streams_of_ranks_continue, one_trainer_writes_twice, two_loaders_are_kept_apart, other_folders_are_refused,
-        interrupted_for_others,
-    ]  # fmt: skip
+    others = [other_folders_are_refused, interrupted_for_others]
     found = run_on_ranks(RANKS, {**cases, **{case.__name__: case for case in others}}, folder)
     values_of(found, interrupted_for_others)
     fewer = [run_on_ranks(ranks, [continued_on_another_number_of_ranks], folder) for ranks in (2, 1)]
@@ -488,24 +446,6 @@ def test_another_number_of_ranks_continues(files, wanted, kind, ranks):
         seen, values = of_kind[kind]
         assert values == wanted[kind]
         assert seen == list(range(12 if kind == "ddp_join" else 4, SAMPLES))
-
-
-@pytest.mark.slow
-def test_streams_of_ranks_continue_where_they_were(files):
-    seen, predicted = zip(*values_of(files[0], streams_of_ranks_continue), strict=True)
-    assert seen == ([2, 3, 4], [], [])
-    assert predicted == (list(range(7)),) * RANKS
-
-
-@pytest.mark.slow
-def test_a_trainer_predicts_twice_into_one_folder(files):
-    assert values_of(files[0], one_trainer_writes_twice) == [list(range(7))] * RANKS
-
-
-@pytest.mark.slow
-def test_loaders_of_a_run_are_kept_apart(found, files):
-    for values in values_of(files[0], two_loaders_are_kept_apart):
-        assert values == values_of(found[0], "two loaders")[0][0]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,20 +34,6 @@ def samples(number: int) -> Batch:
     return features, torch.randint(CLASSES, (number,), generator=generator), torch.arange(number)
 
 
-def batches_of_ranks(sizes: Sequence[Sequence[int]]) -> list[list[Batch]]:
-    """Make batches of these sizes for each rank, of samples that are numbered over all ranks."""
-    flat = [size for of_rank in sizes for size in of_rank]
-    batches = zip(*(part.split(flat) for part in samples(sum(flat))), strict=True)
-    return [[next(batches) for _ in of_rank] for of_rank in sizes]
-
-
-def whole_batches(by_rank: Sequence[Sequence[Batch]], windows: int = 1) -> list[tuple[Tensor, ...]]:
-    """Concatenate the batches of all ranks for each step, which takes `windows` batches of a rank."""
-    starts = range(0, max(map(len, by_rank)), windows)
-    steps = [[batch for batches in by_rank for batch in batches[start : start + windows]] for start in starts]
-    return [tuple(map(torch.cat, zip(*step, strict=True))) for step in steps]
-
-
 class Stream(IterableDataset):
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
@@ -62,12 +47,6 @@ def loader(*counts: int, stream: bool = False) -> DataLoader:
     part = torch.split(torch.arange(sum(counts)), counts)[RANK]
     data = TensorDataset(*(column[part] for column in samples(sum(counts))))
     return DataLoader(Stream(list(data)) if stream else data, batch_size=2)
-
-
-def whole_loader(*counts: int) -> DataLoader:
-    """Load the batches of `loader` on all ranks, concatenated for each step."""
-    sizes = [[2] * (count // 2) + [1] * (count % 2) for count in counts]
-    return DataLoader(whole_batches(batches_of_ranks(sizes)), batch_size=None)
 
 
 # ---------------------------------------------------------------- models
@@ -100,7 +79,6 @@ class Classifier(parity.Classifier):
 
 
 Momentum = partial(Classifier, torch.optim.SGD, lr=0.1, momentum=0.9)
-Summed = partial(Momentum, is_sum=True)
 
 
 class Fused(torch.optim.Optimizer):
@@ -264,47 +242,6 @@ def fit(
 
 
 ALONE: dict[str, Any] = {"strategy": "auto", "devices": 1}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run of two epochs on batches of these `sizes` for each rank, `windows` of which make a step."""
-
-    sizes: Sequence[Sequence[int]]
-    module: Callable[[], LightningModule] = Momentum
-    strategy: Callable[[], Any] = DDPCheckpointStrategy
-    windows: int = 1
-    trainer: Callable[[], dict[str, Any]] | dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, folder: str = "") -> Trace:
-        """Train on this rank."""
-        batches = batches_of_ranks(self.sizes)[RANK]
-        return self._fit(batches, strategy=self.strategy(), accumulate_grad_batches=self.windows)
-
-    def alone(self, without: int | None = None) -> Trace:
-        """Train in one process on the batches of all ranks; batches of the size `without` are left empty."""
-        by_rank = [
-            [tuple(part[:0] for part in batch) if len(batch[1]) == without else batch for batch in batches]
-            for batches in batches_of_ranks(self.sizes)
-        ]
-        return self._fit(whole_batches(by_rank, self.windows), **ALONE)
-
-    def _fit(self, batches: Sequence[Any], **options: Any) -> Trace:
-        seed_everything(0, verbose=False)
-        data = DataLoader(list(batches), batch_size=None)
-        own = self.trainer() if callable(self.trainer) else self.trainer
-        return fit(self.module(), data, **{"max_epochs": 2, **options, **own})[1]
-
-
-def assert_same_training(found: Sequence[Trace], alone: Trace, tolerance: float = 1e-12) -> None:
-    """Compare all gradients and the parameters of each rank with one process, and the ranks bit by bit."""
-    for trace in found:
-        assert len(trace.gradients) == len(alone.gradients)
-        for ours, wanted in zip(trace.gradients, alone.gradients, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=tolerance)
-        torch.testing.assert_close(trace.parameters, alone.parameters, rtol=0, atol=tolerance)
-        assert trace.digests == found[0].digests
-        assert len(trace.digests) >= len(alone.digests) > 0
 
 
 # ---------------------------------------------------------------- cases on ranks

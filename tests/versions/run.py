@@ -75,8 +75,7 @@ TESTS = [
     "tests/resume/test_loading.py",
     "tests/strategies/test_balanced_dp_gradients.py",
     "tests/strategies/test_balanced_ddp.py::test_any_number_of_ranks_trains_as_one_process[2-False]",
-    "tests/strategies/test_ddp_checkpoint_integration.py",
-    "tests/strategies/test_ddp_join_integration.py",
+    "tests/parity/test_parity.py",
     "tests/test_documentation.py::test_the_readmes_program_prints_what_it_says",
     "tests/test_documentation.py::test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process"
     "[exact_evaluation]",
