@@ -22,7 +22,7 @@ _TESTS = (
     "tests/callbacks", "tests/compat", "tests/fabric", "tests/loaders", "tests/resume", "tests/cli/test_train.py",
     "tests/strategies/test_every_strategy.py", "tests/strategies/test_balanced_ddp.py",
     "tests/strategies/test_balanced_dp_runs.py", "tests/strategies/test_ddp_join_training.py",
-    "tests/strategies/test_ddp_checkpoint_features.py", "tests/strategies/test_starting.py", "tests/test_output.py",
+    "tests/parity", "tests/strategies/test_starting.py", "tests/test_output.py",
 )  # fmt: skip
 # About the names of the sources, which are not translated, and files that are not copied or have longer lines then;
 # tests/test_import_names.py is about both names.
