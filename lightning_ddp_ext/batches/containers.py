@@ -2,22 +2,14 @@
 
 import copy
 import dataclasses
-import enum
-import itertools
-import sys
-import types
-from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
-
-from lightning_ddp_ext.errors import BatchSplitError
-
-_PLAIN = (str, bytes, int, float, complex, type(None), type, enum.Enum, types.FunctionType, types.ModuleType)
-_DEPTH, _MOST_PARTS = 4, 100  # limits of the search for arrays in an object
+from torch.nn.utils.rnn import PackedSequence
 
 
 def is_record(value: Any) -> bool:
@@ -140,86 +132,5 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Return True for a tensor, an array, a packed sequence or a batch of graphs."""
-    if isinstance(value, Tensor | PackedSequence) or (hasattr(value, "ndim") and hasattr(value, "shape")):
-        return not is_index(value)
-    return is_graph_batch(value)
-
-
-def is_index(value: Any) -> bool:
-    """Return True for an index of pandas, which names columns or rows."""
-    return isinstance(value, getattr(sys.modules.get("pandas"), "Index", ()))
-
-
-def is_graph_batch(value: Any) -> bool:
-    """Return True for a batch that can be divided into graphs and rebuilt, as PyTorch Geometric's `Batch`."""
-    kind = type(value)
-    return kind is not Tensor and hasattr(kind, "to_data_list") and hasattr(kind, "from_data_list")
-
-
-def count_rows(array: Any, dim: int) -> int | None:
-    """Count the samples, sequences or graphs in an array; None if it has no dimension `dim`."""
-    if is_graph_batch(array):
-        return int(array.num_graphs) if hasattr(array, "num_graphs") else len(array.to_data_list())
-    if isinstance(array, PackedSequence):
-        return int(array.batch_sizes[0])
-    if isinstance(array, Tensor) and array.is_nested:
-        return array.size(0)
-    return array.shape[dim] if array.ndim > dim else None
-
-
-def take_rows(array: Any, dim: int, start: int, stop: int) -> Any:
-    """Take consecutive samples from an array: a view if it is dense, a copy otherwise."""
-    if is_graph_batch(array):
-        return _take_graphs(array, start, stop)
-    if isinstance(array, PackedSequence):
-        return pack_sequence(unpack_sequence(array)[start:stop], enforce_sorted=array.sorted_indices is None)
-    if isinstance(array, Tensor) and array.is_nested:
-        return torch.nested.as_nested_tensor(list(array.unbind())[start:stop], layout=array.layout)
-    if isinstance(array, Tensor) and array.is_sparse:
-        return array.narrow_copy(dim, start, stop - start)
-    return array[start:stop] if dim == 0 else array[(slice(None),) * dim + (slice(start, stop),)]
-
-
-def _take_graphs(batch: Any, start: int, stop: int) -> Any:
-    if (start, stop) == (0, count_rows(batch, 0)):
-        return batch
-    if hasattr(batch, "get_example"):  # PyTorch Geometric's, which does not build the other graphs
-        graphs = [batch.get_example(index) for index in range(start, stop)]
-    else:
-        graphs = batch.to_data_list()[start:stop]
-    names = _keys(batch)
-    # PyTorch Geometric's loaders add `<name>_batch` for each name in `follow_batch`; graphs do not keep it.
-    followed = [name for name in names if f"{name}_batch" in names]
-    chunk = type(batch).from_data_list(graphs, **({"follow_batch": followed} if followed else {}))
-    if lost := sorted(names - _keys(chunk)):
-        raise BatchSplitError(
-            f"{', '.join(f'`{name}`' for name in lost)} of the batch of graphs does not belong to its graphs, so"
-            " chunks would lose it. Set it on each graph before they are collated, or define"
-            " `scatter_batch(batch, split)` on the module."
-        )
-    return chunk
-
-
-def _keys(batch: Any) -> set[str]:
-    keys = getattr(batch, "keys", ())
-    return set(keys() if callable(keys) else keys)
-
-
-def hides_array(value: Any, depth: int = _DEPTH) -> bool:
-    """Return True if an array is found in an object, in its attributes or entries, down to a few levels."""
-    if isinstance(value, _PLAIN):
-        return False
-    if is_array(value):
-        return True
-    if depth == 0:
-        return False
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    names = itertools.chain.from_iterable((slot,) if isinstance(slot, str) else slot for slot in slots)
-    parts = itertools.chain(
-        values_of(value),
-        value if isinstance(value, Set | deque | UserList) else (),
-        (getattr(value, name, None) for name in names),
-        getattr(value, "__dict__", {}).values(),
-    )
-    return any(hides_array(part, depth - 1) for part in itertools.islice(parts, _MOST_PARTS))
+    """Return True for a tensor or a NumPy array."""
+    return isinstance(value, Tensor | numpy.ndarray)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.containers import is_array, values_of, walk
-from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
+from lightning_ddp_ext.batches.containers import is_array, walk
+from lightning_ddp_ext.batches.splitting import count_samples
 from lightning_ddp_ext.errors import BatchSplitError, WarnOnce
 
 
 class DrawnSamples(int):
-    """The number of samples that a loader has drawn for a batch, and the number that the batch holds if it shows it."""
+    """The number of samples that a loader has drawn for a batch, and the number in a list of them; else None."""
 
     held: int | None = None
 
@@ -27,52 +27,24 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSample
     if len(samples) == 1 and batch is samples[0]:
         return None  # nothing was collated: the dataset has made the batch
     # The only sample of a last batch was collated as the samples of the batches before it.
-    if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
+    if batch_size == 1 and len(samples) == 1 and not _may_be_one_sample(batch):
         return None
     # Datasets return None for a broken sample, which the collate function skips.
     given = [sample for sample in samples if sample is not None]
-    drawn = DrawnSamples(len(given))
-    drawn.held = _count_held(given, batch) if given else None
+    drawn, held = DrawnSamples(len(given)), {*map(id, _arrays(batch))}
+    if held:  # a list of samples, maybe without some of them
+        drawn.held = sum(not held.isdisjoint(map(id, _arrays(sample))) for sample in given) or None
     return drawn or None
 
 
-def _count_held(samples: Sequence[Any], batch: Any) -> int | None:
-    """Return how many of the samples a batch holds, as graphs, by their own arrays, or in stacks of such shapes."""
-    parts, of_first = _items(batch), _items(samples[0])
-    if parts and all(type(part) is Tensor and part.shape[:1] == (len(samples),) for part in parts):
-        shallow = max(part.ndim for part in parts) - 1  # in one pass, since most batches are stacks of all samples
-        if all(one.ndim <= shallow if type(one) is Tensor else isinstance(one, int | float | str) for one in of_first):
-            return len(samples)
-    graphs = [part.num_graphs for part in walk(batch) if isinstance(getattr(part, "num_graphs", None), int)]
-    arrays = [array for array in _arrays(batch) if array.ndim]
-    depth, of_sample = (max((one.ndim for one in _arrays(value)), default=0) for value in (batch, samples[0]))
-    if graphs or not arrays or (depth > of_sample and all(array.shape[0] == len(samples) for array in arrays)):
-        return graphs[0] if graphs else None
-    if depth <= of_sample:
-        held, of_samples = set(map(id, arrays)), [set(map(id, _arrays(sample))) for sample in samples]
-        return sum(not held.isdisjoint(own) for own in of_samples) if held <= set().union(*of_samples) else None
-    for shown in (samples[:1], samples):  # one sample suffices unless shapes differ, and is faster
-        shapes = {tuple(array.shape) for sample in shown for array in _arrays(sample)}
-        stacked = [
-            (math.prod(shape), size <= len(samples), size)
-            for shape in (tuple(array.shape) for array in arrays)
-            for dim, size in enumerate(shape)
-            if len(shape) > 1 and (*shape[:dim], *shape[dim + 1 :]) in shapes
-        ]
-        if stacked:
-            return int(max(stacked)[-1])  # of the largest array
-    return None
-
-
-def _items(value: Any) -> list[Any]:
-    """Return the items of a plain container, or another value as a single item."""
-    return [*value.values()] if type(value) is dict else [*value] if type(value) in (list, tuple) else [value]
+def _may_be_one_sample(batch: Any) -> bool:
+    """Return True if a batch has a dimension, list or tuple of size 1, or no arrays."""
+    sizes = [size for array in _arrays(batch) for size in array.shape]
+    return not sizes or 1 in sizes or any(isinstance(part, list | tuple) and len(part) == 1 for part in walk(batch))
 
 
 def _arrays(value: Any) -> list[Any]:
-    """Return the arrays in a value that have a shape."""
-    arrays = filter(is_array, walk(value))
-    return [one for one in arrays if hasattr(one, "ndim") and not getattr(one, "is_nested", False)]
+    return [array for array in walk(value) if is_array(array) and not getattr(array, "is_nested", False)]
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
@@ -102,11 +74,9 @@ class BatchSamples:
         return samples
 
     def begin(self, drawn: float | None, batch: Any = None) -> None:
-        """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
-        self._drawn, held = None, drawn
-        if drawn is not None and batch is not None:
-            held = getattr(drawn, "held", None)
-            held = self._find_held(drawn, batch) if held is None else min(held, drawn)
+        """Begin a batch with the drawn samples, None if unknown or at its end; a batch that holds fewer decides."""
+        self._drawn = None
+        held = drawn if drawn is None or batch is None else self._find_held(drawn, batch)
         self._drawn = drawn if held is None else held
         if drawn is not None and held != drawn:
             number = "an unknown number of" if held is None else f"{held:g}"
@@ -117,17 +87,17 @@ class BatchSamples:
             )
 
     def _find_held(self, drawn: float, batch: Any) -> float | None:
-        """Return the number of samples in a batch of which its loader knows no more; None if some may be missing."""
-        kept = self.count(batch)
-        lists = [part for part in walk(batch) if isinstance(part, list | tuple) and len(part) == drawn > 0]
-        shapes = [tuple(array.shape) for array in _arrays(batch) if array.ndim]
-        is_list = any(is_array(part[0]) or values_of(part[0]) for part in lists)
-        if is_list or drawn in max(shapes, key=math.prod, default=()):  # samples may be in another dimension
-            return drawn
-        if kept is None:
-            rows = [shape[self.batch_dim] for shape in shapes if len(shape) > self.batch_dim]
-            return None if max(rows, default=math.inf) <= drawn else drawn
-        return min(kept, drawn)
+        """Return the number of drawn samples that a batch holds; None if samples may be missing."""
+        graphs = [part.num_graphs for part in walk(batch) if isinstance(getattr(part, "num_graphs", None), int)]
+        held = graphs[0] if graphs else getattr(drawn, "held", None)
+        is_list = any(isinstance(part, list | tuple) and len(part) == drawn for part in walk(batch))
+        kept = held or (drawn if is_list else self.count(batch))
+        shapes = [array.shape for array in _arrays(batch)]
+        if kept is None:  # flat arrays, such as the boxes of all samples, have more rows
+            return drawn if max((max(shape, default=0) for shape in shapes), default=math.inf) >= drawn else None
+        if held is None and kept < drawn in max(shapes, key=math.prod, default=()):
+            return None  # samples may be in another dimension
+        return min(kept, drawn)  # a sample may have several rows
 
     def weight(self, batch: Any) -> float:
         """Return the weight of the batch in a mean over ranks: its samples, or nan if they cannot be counted."""

@@ -3,7 +3,10 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
+from enum import Enum
 from numbers import Number
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy
@@ -14,17 +17,12 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_ddp_ext._compat.torch import equal_or_nan
 from lightning_ddp_ext.batches.containers import (
     columns_of,
-    count_rows,
     have_same_items,
-    hides_array,
     is_array,
-    is_graph_batch,
-    is_index,
     is_object,
     is_record,
     items,
     rebuild,
-    take_rows,
     to_device,
     values_of,
     walk,
@@ -40,6 +38,11 @@ _REMEDY = (
 _JOINING_REMEDY = "Give all parts the same structure, and all samples the same shape: pad texts to one length."
 _NUMBERS = (int, float, complex)
 _KINDS = (Number, str | bytes, list | tuple, Mapping)
+# Types of entries other than arrays and objects of dataclasses: all others may hold samples.
+_CUTTABLE = (
+    *(list, tuple, Mapping, str, bytes, Number, numpy.generic, type(None), type, Enum, PurePath, date, timedelta),
+    *(torch.dtype, torch.device),
+)
 _MOST_NAMED = 6  # entries in a message: a list of samples may have hundreds
 
 
@@ -68,33 +71,6 @@ def split_batch(batch: Any, sizes: Sequence[int] | Callable[[int], Sequence[int]
     return chunks
 
 
-def may_be_one_sample(batch: Any) -> bool:
-    """Return True if a batch has a dimension, list or tuple of size 1, or no arrays."""
-    lengths: list[int] = []
-    sizes: list[Any] = []
-
-    def look(value: Any) -> None:
-        if is_array(value):
-            has_shape = not is_graph_batch(value) and not isinstance(value, PackedSequence)
-            is_nested = isinstance(value, Tensor) and value.is_nested
-            sizes.extend(value.shape if has_shape and not is_nested else [count_rows(value, 0)])
-            return
-        if isinstance(value, list | tuple):
-            lengths.append(len(value))
-        for item in values_of(value):
-            look(item)
-
-    look(batch)
-    return not sizes or 1 in sizes or 1 in lengths
-
-
-def rows_of_graphs(chunk: Any) -> Iterator[int]:
-    """Yield the numbers of nodes and edges in each batch of graphs of a chunk: outputs may have as many rows."""
-    for part in walk(chunk):
-        if is_graph_batch(part):
-            yield from (getattr(part, name) for name in ("num_nodes", "num_edges") if hasattr(part, name))
-
-
 class _Entry(NamedTuple):
     """A part of a batch whose size may be the number of samples."""
 
@@ -104,7 +80,7 @@ class _Entry(NamedTuple):
     certain: bool = False  # a list that can only have one entry per sample
     decides: bool = True  # holds arrays; a list of strings may also be a list of, say, class names
     one_value: bool = False  # a tuple of numbers, which may also be one value, such as a shape
-    uncut: str | None = None  # type of an object that cannot be cut
+    uncut: str | None = None  # type of an object in it that cannot be cut
 
     def __str__(self) -> str:
         if self.length in self.rows:
@@ -132,14 +108,15 @@ class _Cut:
 
     def _take(self, value: Any, start: int, stop: int) -> Any:
         if is_array(value):
-            rows = count_rows(value, self.batch_dim)
-            if rows is None and value.ndim and value.shape[0] == self.total:
+            if value.ndim > self.batch_dim and value.shape[self.batch_dim] == self.total:
+                return value[(slice(None),) * self.batch_dim + (slice(start, stop),)]
+            if 0 < value.ndim <= self.batch_dim and value.shape[0] == self.total:
                 raise BatchSplitError(
                     f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as"
                     " the batch has samples.",
                     _REMEDY,
                 )
-            return take_rows(value, self.batch_dim, start, stop) if rows == self.total else value
+            return value
         if self.is_per_sample(value):
             return rebuild(value, list(value[start:stop]))
         return with_values(value, [self._take(item, start, stop) for item in values_of(value)])
@@ -149,7 +126,7 @@ class _Cut:
         if not isinstance(value, list | tuple) or is_record(value) or len(value) != self.total:
             return False
         inner = (entry for name, item in items(value) for entry in _entries(item, self.batch_dim, name))
-        entry = _list_entry(value, [entry for entry in inner if entry.decides], "")
+        entry = _list_entry(value, [*inner], "")
         if entry is None or entry.length is None:
             return False
         return not (self.by_rows and (self.total in entry.rows or entry.one_value))
@@ -176,15 +153,15 @@ def _measure_parts(batch: Any, batch_dim: int) -> _Cut:
     found = list(_entries(batch, batch_dim, "batch", top=True))
     for entry in found:
         if entry.uncut and entry.length is None:
-            raise BatchSplitError(f"`{entry.path}` of type `{entry.uncut}` holds tensors but cannot be cut.", _REMEDY)
+            raise BatchSplitError(f"`{entry.path}` of type `{entry.uncut}` cannot be cut.", _REMEDY)
     has_arrays = any(entry.decides for entry in found)
     cut = (_measure_arrays if has_arrays else _measure_lists)(batch, batch_dim, found)
     for entry in found:
-        if 1 < cut.total == entry.length and (entry.uncut or (entry.one_value and cut.by_rows)):
+        if 1 < cut.total == entry.length and entry.one_value and cut.by_rows:
             raise BatchSplitError(
-                f"`{entry.path}`, a {entry.uncut or 'tuple of numbers'}, has as many entries as the batch has samples,"
-                " but may be one value for all of them. Make it a list if each sample has one; otherwise leave it out"
-                " of the batch, or make it a `torch.Size`."
+                f"`{entry.path}`, a tuple of numbers, has as many entries as the batch has samples, but may be one"
+                " value for all of them. Make it a list if each sample has one; otherwise leave it out of the batch, or"
+                " make it a `torch.Size`."
             )
     return cut
 
@@ -214,7 +191,7 @@ def _measure_arrays(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> _Cut
 
 
 def _measure_lists(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> _Cut:
-    if isinstance(batch, list | tuple) and batch and not is_record(batch) and not hides_array(batch):
+    if isinstance(batch, list | tuple) and batch and not (is_record(batch) or any(map(is_array, walk(batch)))):
         given = [item for item in batch if item is not None]
         if all(isinstance(item, list | tuple) and _are_alike(item) for item in given):
             lengths = {len(item) for item in given}
@@ -261,81 +238,62 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 
 def _entries(value: Any, batch_dim: int, path: str, top: bool = False) -> Iterator[_Entry]:
-    if is_array(value):
-        rows = count_rows(value, batch_dim)
-        if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.sparse_coo, torch.jagged):
-            yield _Entry(path, uncut=str(value.layout))
-        elif rows is not None:
-            yield _Entry(path, (rows,))
+    if is_array(value) and _is_dense(value):
+        if value.ndim > batch_dim:
+            yield _Entry(path, (value.shape[batch_dim],))
         return
-    if is_index(value):
-        yield _Entry(path, length=len(value), decides=False, uncut=type(value).__name__)
+    if is_array(value) or isinstance(value, PackedSequence) or not (isinstance(value, _CUTTABLE) or is_object(value)):
+        yield _Entry(path, uncut=str(value.layout) if isinstance(value, Tensor) else type(value).__name__)
         return
     inner = [entry for name, item in items(value) for entry in _entries(item, batch_dim, path + name)]
     if isinstance(value, list | tuple) and not is_record(value) and not top:
-        entry = _list_entry(value, [entry for entry in inner if entry.decides], path)
+        entry = _list_entry(value, inner, path)
         yield from () if entry is None else (entry,)
-    elif isinstance(value, list | tuple | Mapping) or is_object(value):
+    else:
         yield from inner
-    elif hides_array(value):
-        yield _Entry(path, uncut=type(value).__name__)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        yield _Entry(path, length=len(value), decides=False, uncut=type(value).__name__)
 
 
 def _list_entry(value: Any, inner: Sequence[_Entry], path: str) -> _Entry | None:
-    """Return the entry of a list whose arrays have the entries `inner`; None for a shape."""
-    if not inner:
+    """Return the entry of a list that holds the entries `inner`; None for a shape."""
+    deciding = [entry for entry in inner if entry.decides]
+    if not deciding:
         if isinstance(value, torch.Size):
             return None
         one_value = isinstance(value, tuple) and all(isinstance(item, _NUMBERS) for item in value)
         return _Entry(path, (), len(value), certain=not one_value, decides=False, one_value=one_value)
-    common = _common([entry.rows for entry in inner])
+    common = _common([entry.rows for entry in deciding])
     rows = () if common is None else (common,)
-    if _are_alike(value) or not rows:
-        return _Entry(path, rows, len(value), certain=not rows or not all(map(is_array, value)))
-    return _Entry(path, rows)
+    if not _are_alike(value) and rows:
+        return _Entry(path, rows)
+    uncut = next((entry.uncut for entry in inner if entry.uncut), None)
+    return _Entry(path, rows, len(value), certain=not rows or not all(map(is_array, value)), uncut=uncut)
 
 
 def join_batches(parts: Sequence[Any], batch_dim: int = 0) -> Any:
     """Join batches along the batch dimension, the inverse of `split_batch`; raise a BatchSplitError if they differ."""
-    cuts = [_measure(part, batch_dim) for part in parts]
-    joined = _join(parts, cuts, "batch", top=True)
-    sizes = [cut.total for cut in cuts]
+    sizes = [count_samples(part, batch_dim) for part in parts]
+    joined = _merge(parts, sizes, batch_dim, _same_value, "batch")
     fits = count_samples(joined, batch_dim) == sum(sizes)
     if not (fits and all(map(_are_equal, parts, split_batch(joined, sizes, batch_dim)))):
         raise BatchSplitError("the joined batch would be cut in another way than its parts.", _JOINING_REMEDY)
     return joined
 
 
-def _join(values: Sequence[Any], cuts: Sequence[_Cut], path: str, top: bool = False) -> Any:
-    first, dim = values[0], cuts[0].batch_dim
-    pairs = list(zip(values, cuts, strict=True))
-    if is_array(first):
-        if all(_is_dense(value) and count_rows(value, dim) == cut.total for value, cut in pairs):
-            shapes = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values}
-            if len(shapes) == 1:
-                return torch.cat([*values], dim) if isinstance(first, Tensor) else numpy.concatenate([*values], dim)
-    elif all((top and cut.is_list) or cut.is_per_sample(value) for value, cut in pairs):
-        return rebuild(first, [item for value in values for item in value])
-    elif have_same_items(values):
-        return with_values(first, [_join(column, cuts, path + name) for name, column in columns_of(values).items()])
-    if all(_are_equal(first, value) for value in values):
-        return first
-    shown = dict.fromkeys(f"shape {tuple(value.shape)}" if _is_dense(value) else repr(value)[:40] for value in values)
+def _same_value(values: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
+    if all(_are_equal(values[0], value) for value in values):
+        return values[0]
+    shown = dict.fromkeys(f"shape {tuple(value.shape)}" if is_array(value) else repr(value)[:40] for value in values)
     raise BatchSplitError(f"`{path}` cannot be joined, it is {' and '.join(shown)}.", _JOINING_REMEDY)
 
 
-def _is_dense(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.layout == torch.strided and not value.is_nested
-    return isinstance(value, numpy.ndarray)
+def _is_dense(array: Any) -> bool:
+    return not isinstance(array, Tensor) or (array.layout == torch.strided and not array.is_nested)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
-    if _is_dense(one):
+    if is_array(one):
         same_form = one.shape == other.shape and one.dtype == other.dtype
         return same_form and bool(equal_or_nan(one, other).all())
     columns, others = dict(items(one)), dict(items(other))
@@ -344,53 +302,51 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def gather(
-    outputs: Sequence[Any],
-    sizes: Sequence[int],
-    device: torch.device,
-    batch_dim: int = 0,
-    other_rows: Sequence[Sequence[int]] = (),
-) -> Any:
+def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, batch_dim: int = 0) -> Any:
     """Combine the outputs of the active replicas into the output that one device would return.
 
-    Tensors with one row per sample, or with as many rows as `other_rows` has for each replica, are concatenated;
-    otherwise along the first dimension of such sizes; scalars are averaged by chunk size; for other values, return a
-    list with one entry per replica.
+    Tensors and arrays with one row per sample are concatenated, along `batch_dim` or the first dimension that has the
+    sizes of the chunks; scalars are averaged by chunk size; other values become a list with one entry per replica.
     """
-    first = outputs[0]
-    if len(outputs) == 1:
-        return to_device(first, device)
-    if isinstance(first, Tensor):
-        return _gather_tensors([to_device(output, device) for output in outputs], sizes, batch_dim, other_rows)
-    if isinstance(first, list | tuple) and all(type(output) is type(first) for output in outputs):
-        lengths = [len(output) for output in outputs]
-        if lengths == list(sizes) and not (len(set(lengths)) == 1 and _is_columnar(outputs, sizes)):
-            return rebuild(first, [to_device(item, device) for output in outputs for item in output])
-    if have_same_items(outputs):
-        columns = columns_of(outputs).values()
-        return with_values(first, [gather(column, sizes, device, batch_dim, other_rows) for column in columns])
-    if all(output is None for output in outputs):
-        return None
-    return [to_device(output, device) for output in outputs]
+    moved = [to_device(output, device) for output in outputs]
+    return moved[0] if len(moved) == 1 else _merge(moved, sizes, batch_dim, _mean_or_list)
 
 
-def _is_columnar(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Return True for tensors with one row per sample each, and False for a list with one entry per sample."""
-    return isinstance(outputs[0], tuple) or all(
-        isinstance(item, Tensor) and item.ndim > 0 and item.size(0) == size
-        for output, size in zip(outputs, sizes, strict=True)
-        for item in output
-    )
+def _mean_or_list(values: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
+    if all(isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point() for value in values):
+        return sum(value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True))
+    return None if all(value is None for value in values) else list(values)
 
 
-def _gather_tensors(
-    tensors: Sequence[Tensor], sizes: Sequence[int], batch_dim: int, other_rows: Sequence[Sequence[int]]
+def _merge(
+    values: Sequence[Any],
+    sizes: Sequence[int],
+    batch_dim: int,
+    otherwise: Callable[[Sequence[Any], Sequence[int], str], Any],
+    path: str = "",
 ) -> Any:
-    if all(tensor.ndim == 0 and tensor.is_floating_point() for tensor in tensors):
-        return sum(tensor * (size / sum(sizes)) for tensor, size in zip(tensors, sizes, strict=True))
-    others = [(dim, sizes) for dim in range(1, min(tensor.ndim for tensor in tensors))]  # such as (draws, samples)
-    for dim, rows in [(batch_dim, sizes), (0, sizes), *((0, rows) for rows in other_rows), *others]:
-        fits = all(tensor.ndim > dim and tensor.size(dim) == size for tensor, size in zip(tensors, rows, strict=True))
-        if fits and len({(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}) == 1:
-            return torch.cat(list(tensors), dim)
-    return list(tensors)
+    """Concatenate arrays and lists with one row or entry per sample, at any depth; `otherwise` merges other values."""
+    first = values[0]
+    if is_array(first) and all(type(value) is type(first) and _is_dense(value) for value in values):
+        least = min(value.ndim for value in values)
+        for dim in dict.fromkeys((batch_dim, *range(least))):  # a later one, as in (draws, samples)
+            others = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values}
+            if dim < least and [value.shape[dim] for value in values] == [*sizes] and len(others) == 1:
+                return torch.cat([*values], dim) if isinstance(first, Tensor) else numpy.concatenate([*values], dim)
+    elif isinstance(first, list | tuple) and all(type(value) is type(first) for value in values):
+        lengths = [len(value) for value in values]
+        if lengths == [*sizes] and not (len({*lengths}) == 1 and _is_columnar(values, sizes)):
+            return rebuild(first, [item for value in values for item in value])
+    if not is_array(first) and have_same_items(values):
+        columns = columns_of(values).items()
+        return with_values(first, [_merge(one, sizes, batch_dim, otherwise, path + name) for name, one in columns])
+    return otherwise(values, sizes, path)
+
+
+def _is_columnar(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return True for values with one row per sample each, and False for a list with one entry per sample."""
+    pairs = [(item, size) for value, size in zip(values, sizes, strict=True) for item in value]
+    if isinstance(values[0], tuple):
+        have_rows = [size in part.shape[:1] for item, size in pairs for part in walk(item) if is_array(part)]
+        return any(have_rows) or not have_rows
+    return all(is_array(item) and size in item.shape[:1] for item, size in pairs)

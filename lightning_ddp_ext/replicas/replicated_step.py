@@ -22,7 +22,7 @@ from lightning_ddp_ext._lightning import (
 )
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.batches.splitting import gather, rows_of_graphs, split_batch
+from lightning_ddp_ext.batches.splitting import gather, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attribute_copies import entries_of
@@ -71,14 +71,13 @@ def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
 class BatchRecord:
     """A step on one batch.
 
-    `sizes`, `timers`, `weights` and `graph_rows` have an entry for each replica. `active` are the replicas with
+    `sizes`, `timers` and `weights` have an entry for each replica. `active` are the replicas with
     samples, except the replicas in `skipped`, whose `training_step` returned None.
     """
 
     sizes: list[int] = field(default_factory=list)
     timers: list[list[Timer]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    graph_rows: list[list[int]] = field(default_factory=list)  # numbers of nodes and edges, if the chunk has graphs
     active: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     in_order: bool = False
@@ -112,8 +111,7 @@ class BatchRecord:
 
     def gather(self, outputs: Sequence[Any], device: torch.device, batch_dim: int) -> Any:
         """Combine outputs of the active replicas into the output that one device would return."""
-        other_rows = list(zip(*(self.graph_rows[index] for index in self.active), strict=False))
-        return gather(outputs, self.active_sizes, device, batch_dim, other_rows)
+        return gather(outputs, self.active_sizes, device, batch_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +312,6 @@ class ReplicatedModule:
         self._scattered = None
         chunks, sizes = self.cut(batch)
         active = [index for index, size in enumerate(sizes) if size]
-        graph_rows = [list(rows_of_graphs(chunk)) for chunk in chunks]
         for index in active:
             replica = self._replicas[index]
             chunks[index] = transfer(chunks[index], self._module, replica.module, replica.device, dataloader_idx)
@@ -322,7 +319,7 @@ class ReplicatedModule:
         factors = rule.normalize([rule.weigh(chunks[index], sizes[index]) for index in active])
         by_replica = dict(zip(active, factors, strict=True))
         weights = [by_replica.get(index, 0.0) for index in range(len(sizes))]
-        record = BatchRecord(sizes, weights=weights, graph_rows=graph_rows, active=active)
+        record = BatchRecord(sizes, weights=weights, active=active)
         self._scattered = _ScatteredBatch(batch, chunks, record)
         return self._scattered
 

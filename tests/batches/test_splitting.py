@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import sys
 import types
 from typing import Any, NamedTuple
 
@@ -12,9 +11,8 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import count_samples, gather, join_batches, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
 
@@ -212,55 +210,31 @@ def test_batches_of_huggingface_tokenizers_are_cut_with_their_encodings():
     assert second["input_ids"].tolist() == second.input_ids.tolist() == [[2, 3], [3, 0]]
 
 
-def test_packed_sequences_are_cut_into_sequences():
-    lengths = [2, 3, 1, 4]
-    packed = pack_sequence([torch.full((n, 2), float(n)) for n in lengths], enforce_sorted=False)
-    first, second = split_batch((packed, torch.tensor(lengths)), [1, 3])
-    assert [len(sequence) for sequence in unpack_sequence(first[0])] == [2]
-    assert [sequence[0, 0].item() for sequence in unpack_sequence(second[0])] == second[1].tolist() == [3, 1, 4]
-    assert isinstance(to_device(packed, CPU), type(packed))
-    in_order = pack_sequence([torch.zeros(n, 2) for n in (3, 2, 1)])
-    assert split_batch(in_order, [1, 2])[1].sorted_indices is None
-
-
-def test_sparse_and_nested_tensors_are_cut():
-    nested = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 1, 4)], layout=torch.jagged)
-    _, second = split_batch({"sparse": rows(3).to_sparse(), "nested": nested, "y": torch.zeros(3)}, [1, 2])
-    assert torch.equal(second["sparse"].to_dense(), rows(3)[1:])
-    assert [len(part) for part in second["nested"].unbind()] == [1, 4]
-
-
-class Slots:
-    __slots__ = ("x",)
-
-    def __init__(self):
-        self.x = rows(3)
+class Opaque:
+    """May hold samples, as a batch of graphs does."""
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-def test_objects_that_hold_arrays_and_cannot_be_cut_are_refused_by_name():
-    arrays = types.SimpleNamespace(stored={"x": numpy.zeros((3, 2))})
-    values = [Slots(), arrays, {torch.zeros(3)}, collections.deque([rows(3)]), rows(3).to_sparse_csr()]
-    for value in values:
-        named = r"`batch\['v'\]` of type `.*` holds tensors .* define `scatter_batch"
-        with pytest.raises(BatchSplitError, match=named):
+def test_entries_that_cannot_be_cut_are_refused_by_name_and_cut_from_lists_with_one_for_each_sample():
+    nested = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 1, 4)], layout=torch.jagged)
+    packed = pack_sequence([torch.zeros(n, 2) for n in (3, 2, 1)])
+    others = [Opaque(), {1, 2, 3}, range(3), collections.deque("abc"), rows(3).to_sparse_csr(), rows(3).to_sparse()]
+    for value in [*others, nested, packed]:
+        with pytest.raises(BatchSplitError, match=r"`batch\['v'\]` of type `.*` cannot be cut.* define `scatter_batch"):
             count_samples({"v": value, "y": torch.zeros(3)})
-        with pytest.raises(BatchSplitError, match=r"`batch` of type `.*` holds tensors but cannot be cut"):
+        with pytest.raises(BatchSplitError, match=r"`batch` of type `.*` cannot be cut"):
             count_samples(value)
+        with pytest.raises(BatchSplitError, match=r"`batch\['v'\]` has 2, `batch\['y'\]` has 3"):
+            count_samples({"v": [value] * 2, "y": torch.zeros(3)})
+        assert len(split_batch({"v": [value] * 3, "y": torch.zeros(3)}, [1, 2])[1]["v"]) == 2
+    with pytest.raises(BatchSplitError, match=r"`batch\[0\]` of type `Opaque`"):
+        count_samples([Opaque(), Opaque()])  # graphs, or batches of graphs?
 
 
-def test_a_list_of_such_objects_is_cut_beside_another_column():
-    batch = {"graphs": [Slots() for _ in range(3)], "y": torch.zeros(3)}
-    assert split_batch(batch, [1, 2])[1]["graphs"] == batch["graphs"][1:]
-    with pytest.raises(BatchSplitError, match=r"`batch\[0\]` of type `Slots`"):
-        count_samples(batch["graphs"])  # graphs, or batches of graphs?
-
-
-def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch():
-    for value in ((1, 2, 3), range(3), collections.deque("abc")):
-        assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
-        with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has"):
-            count_samples({"v": value, "x": rows(3)})
+def test_a_tuple_of_numbers_that_may_be_one_value_is_refused_when_it_is_as_long_as_the_batch():
+    assert split_batch({"v": (1, 2, 3), "x": rows(4)}, [1, 3])[1]["v"] == (1, 2, 3)
+    with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a tuple of numbers, has as many entries as the batch"):
+        count_samples({"v": (1, 2, 3), "x": rows(3)})
 
 
 def test_outputs_are_gathered():
@@ -303,38 +277,11 @@ def test_parts_that_do_not_fit_are_refused():
         ([(torch.ones(2), 0.5), (torch.ones(2), 0.7)], r"`batch\[1\]` cannot be joined, it is 0.5 and 0.7"),
         ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "`batch` cannot be joined"),
         ([{"x": torch.ones(2), "t": torch.ones(5, 0)}] * 2, "the batch size is ambiguous"),
-        ([pack_sequence([torch.ones(3)])] * 2, "cut in another way"),
         # Names of four classes, which look like names of four samples.
         ([{"x": torch.ones(2), "classes": ["a", "b", "c", "d"]}] * 2, "cut in another way"),
     ):
         with pytest.raises(BatchSplitError, match=message):
             join_batches(parts)
-
-
-class Index:
-    """As an index of pandas, which is no sequence and has the attributes of an array."""
-
-    def __init__(self, names):
-        self.names = names
-        self.shape, self.ndim, self.dtype = (len(names),), 1, object
-
-    def __len__(self):
-        return len(self.names)
-
-    def __getitem__(self, key):
-        return Index(self.names[key])
-
-
-def test_an_index_of_pandas_names_columns(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(Index=Index))
-    columns = Index(["y", "mask"])
-    batch = {"values": torch.arange(12.0).view(4, 3), "columns": columns}
-    assert count_samples(batch) == 4
-    chunks = split_batch(batch, [1, 3])
-    assert [len(chunk["values"]) for chunk in chunks] == [1, 3]
-    assert all(chunk["columns"] is columns for chunk in chunks)
-    with pytest.raises(BatchSplitError, match=r"`batch\['columns'\]`, a Index, has as many entries as the batch"):
-        split_batch({"values": torch.zeros(2, 3), "columns": columns}, [1, 1])
 
 
 def test_outputs_are_joined_along_a_later_dimension_if_it_alone_has_the_sizes_of_the_chunks():
