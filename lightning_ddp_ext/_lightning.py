@@ -36,7 +36,7 @@ if TYPE_CHECKING or NAME == FIRST:
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-    from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
+    from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
     from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
@@ -69,7 +69,7 @@ else:
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSamplerWrapper
     from pytorch_lightning.plugins.precision import MixedPrecision, Precision
-    from pytorch_lightning.profilers import PassThroughProfiler, Profiler, SimpleProfiler
+    from pytorch_lightning.profilers import PassThroughProfiler
     from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_warn

@@ -242,8 +242,8 @@ class _StepCopy:
             for parameter in trained:
                 parameter.requires_grad_(True)
 
-    def gradients(self, batch: Any, *, transferred: bool = True) -> dict[str, Tensor]:
-        """Return the flat, real gradients of a batch by parameter name; unless `transferred`, after transfer hooks."""
+    def gradient(self, batch: Any, *, transferred: bool = True) -> Tensor:
+        """Return the gradient of a batch as one vector in float64; unless `transferred`, after transfer hooks."""
         device, plugin = self.module.device, self._trainer.precision_plugin
         # No autocast, because its rounding would hide differences.
         precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
@@ -268,7 +268,7 @@ class _StepCopy:
             raise
         except Exception as error:
             raise _ImpossibleError(f"`training_step` failed on a copy of the module: {_describe(error)}") from error
-        return {name: _flat(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        return torch.cat([_flat(torch.zeros_like(p) if p.grad is None else p.grad) for p in module.parameters()])
 
     def _copied(self, module: LightningModule) -> Any:
         view = _TrainerView(self._trainer)
@@ -327,10 +327,9 @@ def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, bat
         return None
     if record.skipped:
         whole = _join([chunks[index] for index in record.active], strategy.batch_dim, step.module.device)
-    columns = [step.gradients(part, transferred=False) for part in (*(chunks[index] for index in weighted), whole)]
+    vectors = [step.gradient(part, transferred=False) for part in (*(chunks[index] for index in weighted), whole)]
     sizes = [record.sizes[index] for index in weighted]
-    comparison = GradientComparison(columns, step.module)
-    return comparison.record(batch, [*weighted.values()], sizes, strategy.weight_by, step)
+    return GradientComparison(vectors).record(batch, [*weighted.values()], sizes, strategy.weight_by, step)
 
 
 def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
@@ -349,26 +348,20 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     if len(active) < 2:
         return None
 
-    own, whole = {}, {}
+    own, vectors = None, []
     with _raised_on_every_rank(group):
         if rank == active[0]:  # it runs the whole batch
             parts = [unpack(sent[index])[0] for index in active]
-            whole = step.gradients(_join(parts, strategy.batch_dim, step.module.device))
+            vectors = [step.gradient(_join(parts, strategy.batch_dim, step.module.device))]
         if weight:
-            own = step.gradients(given)
+            own = step.gradient(given)
     # A collective of all ranks, after errors of any rank have been raised on all of them.
-    step.draws = any(gather_objects(step.draws, group))
-    columns: list[dict[str, Tensor]] = [{} for _ in weights]
-    for name, _ in step.module.named_parameters():
-        found = gather_objects(own.get(name), group)  # one parameter at a time, to save memory
-        if rank == active[0]:
-            for column, gradient in zip(columns, found, strict=True):
-                column.update({} if gradient is None else {name: gradient})
-    record = None
+    step.draws, record = any(gather_objects(step.draws, group)), None
+    found = gather_objects(own, group, active[0])
     if rank == active[0]:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
         factors, counted = [weights[index] / total for index in active], [sizes[index] for index in active]
-        comparison = GradientComparison([*(columns[index] for index in active), whole], step.module)
+        comparison = GradientComparison([*(found[index] for index in active), *vectors])
         record = asdict(comparison.record(batch, factors, counted, strategy.weight_by, step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
@@ -398,7 +391,7 @@ def _join(batches: Sequence[Any], batch_dim: int, device: torch.device) -> Any:
 
 def _flat(gradient: Tensor) -> Tensor:
     dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).cpu()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).cpu().double()
 
 
 def _find_remedy(
@@ -455,26 +448,17 @@ def _describe(error: Exception) -> str:
 
 
 class GradientComparison:
-    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch, in float64.
-
-    `columns` are the flat, real gradients of the parts, then of the whole, by parameter; a missing one is zero.
+    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch, the last vector.
 
     `fitted` are the weights with the least difference; None if they are not unique, or fit any gradient.
     """
 
-    def __init__(self, columns: Sequence[Mapping[str, Tensor]], module: nn.Module) -> None:
-        used = {
-            name: _flat(torch.zeros_like(p))
-            for name, p in module.named_parameters()
-            if any(name in column for column in columns)
-        }
-        self._names, self._sizes = [*used], [zeros.numel() for zeros in used.values()]
-        *parts, self._whole = (
-            torch.cat([column.get(name, zeros).double() for name, zeros in used.items()]) for column in columns
-        )
+    def __init__(self, vectors: Sequence[Tensor]) -> None:
+        *parts, self._whole = vectors
         self._parts = torch.stack(parts, dim=1)
         self.fitted: list[float] | None = None
-        if len(self._whole) > len(parts) and self._parts.isfinite().all() and self._whole.isfinite().all():
+        used = int(((self._parts != 0).any(1) | (self._whole != 0)).sum())
+        if used > len(parts) and self._parts.isfinite().all() and self._whole.isfinite().all():
             fit = torch.linalg.lstsq(self._parts, self._whole.unsqueeze(1), driver="gelsd")
             self.fitted = fit.solution.squeeze(1).tolist() if fit.rank == len(parts) else None
 
@@ -482,8 +466,10 @@ class GradientComparison:
         self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
     ) -> GradientRecord:
         """Return the record of parts with these weights and numbers of samples."""
-        differences = (torch.split(vector, self._sizes) for vector in (self._residual(weights), self._whole))
-        by_name = dict(zip(self._names, zip(*differences, strict=True), strict=True))
+        names, parameters = zip(*step.module.named_parameters(), strict=True)
+        numbers = [parameter.numel() * (1 + parameter.is_complex()) for parameter in parameters]
+        differences = (torch.split(vector, numbers) for vector in (self._residual(weights), self._whole))
+        by_name = dict(zip(names, zip(*differences, strict=True), strict=True))
         name = max(by_name, key=lambda name: float(by_name[name][0].norm()))
         difference, most = self.difference(weights), _relative(*by_name[name])
         remedy = None if difference <= step.tolerance else _find_remedy(self, sizes, weight_by, step)

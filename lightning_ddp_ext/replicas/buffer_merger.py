@@ -1,6 +1,6 @@
 """Buffers of replicas, batch normalisation statistics among them."""
 
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,35 +13,17 @@ from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.replica import Replicas, is_expanded
 
 
-class SampleCounters:
-    """Recognises numbers that each part of a batch has raised by its number of samples.
-
-    With parts of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[Hashable] = set()
-
-    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[float]) -> bool:
-        """Return True if the number called `key` counts samples, given by how much each part has raised it."""
-        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
-            return False
-        self._known.add(key)
-        return True
-
-
 class BufferMerger:
     """Writes buffers that replicas have changed into the master's, and warns once if no rule fits.
 
-    Floating-point and complex buffers become the mean by samples, other buffers come from the first active replica, and
-    counters of samples in modules without larger buffers are added up. Replicas keep buffers of different shapes.
+    Floating-point and complex buffers become the mean by samples, other buffers come from the first active replica.
+    Replicas keep buffers of different shapes.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
         self._prefixes = replicas.prefixes
-        self._sample_counters = SampleCounters()
         self._warnings = WarningCache()
 
     def merge(self, active: Sequence[int], sizes: Sequence[int], merged: Set[int] = frozenset()) -> None:
@@ -77,14 +59,16 @@ class BufferMerger:
         if is_expanded(buffer):
             buffer = module._buffers[name] = buffer.clone()
         full_name = self._prefixes[position] + name
-        # A number beside a larger buffer may be the place in a queue where the next entry goes.
-        is_alone = all(other is None or other.numel() <= 1 for other in module._buffers.values())
-        if is_alone and buffer.numel() == 1 and not buffer.is_complex() and buffer.dtype is not torch.bool:
-            raised = [(value - buffer).item() for value in present]
-            if self._sample_counters.recognise(full_name, raised, sizes):
-                buffer += sum(sizes)
-                return
-        if len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:]):
+        # Chunks of one size have the same number of samples, which is not the number of the whole batch.
+        counts_samples = (
+            len({*sizes}) == 1 < len(present)
+            and sizes[0] > 1
+            and buffer.numel() == 1
+            and buffer.dtype is not torch.bool
+            and (present[0] - buffer).item() == sizes[0]
+        )
+        differs = len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:])
+        if differs or counts_samples:
             has_mean = buffer.is_floating_point() or buffer.is_complex()
             # A mean is exact for instance statistics; batch statistics are merged already, if calls were seen.
             if not isinstance(module, Normalisation) or isinstance(module, BatchNorm):

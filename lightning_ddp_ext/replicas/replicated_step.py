@@ -1,7 +1,7 @@
 """A step of the LightningModule on several replicas."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,14 +12,7 @@ from torch import Tensor
 from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
 from lightning_ddp_ext._compat.torch import STRUCTURE, TensorVersions, recompile_limit, recompile_limit_of
 from lightning_ddp_ext._devices import Timer, current_device
-from lightning_ddp_ext._lightning import (
-    LightningModule,
-    PassThroughProfiler,
-    Profiler,
-    SimpleProfiler,
-    Trainer,
-    is_overridden,
-)
+from lightning_ddp_ext._lightning import LightningModule, PassThroughProfiler, is_overridden
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, split_batch
@@ -30,7 +23,7 @@ from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMe
 from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.metrics import LogReplay, MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
-from lightning_ddp_ext.replicas.workers import ReplicaWorkers, SharedState, current_replica, refuse_changed_settings
+from lightning_ddp_ext.replicas.workers import ReplicaWorkers, SharedState, refuse_changed_settings
 
 
 def _observable_parts(chunks: Sequence[Any]) -> list[Any]:
@@ -42,29 +35,6 @@ def _observable_parts(chunks: Sequence[Any]) -> list[Any]:
         for part in walk(chunk)
         if not isinstance(part, Mapping | list | tuple) and not (isinstance(part, Tensor) and part.is_inference())
     ]
-
-
-@contextmanager
-def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
-    """Name what a replica profiles, such as `[Replica 1]attention`; a profiler refuses a name that is under way."""
-    if isinstance(profiler, PassThroughProfiler):
-        yield
-        return
-
-    def named(method: Callable[[str], None]) -> Callable[[str], None]:
-        def call(action_name: str) -> None:
-            # On accelerators, the backward pass of all replicas recomputes in threads of autograd, at the same time.
-            if (index := current_replica()) is not None:
-                method(f"[Replica {index}]{action_name}")
-
-        return call
-
-    # On the instance, because code inside a step reaches the profiler by many ways.
-    vars(profiler).update(start=named(profiler.start), stop=named(profiler.stop))
-    try:
-        yield
-    finally:
-        del vars(profiler)["start"], vars(profiler)["stop"]
 
 
 @dataclass(slots=True)
@@ -273,9 +243,9 @@ class ReplicatedModule:
         """Run the step in the threads of the active replicas; return True last if it has used shared state."""
         trainer = self._module.trainer
         record = replace(scattered.record, timers=[[] for _ in self._devices])
-        # Python's and torch's profilers record only the thread that started them.
-        has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
-        record.in_order = has_one_thread or self._shared.forces_order(step)
+        # Python's and torch's profilers record only the thread that started them; Lightning's refuse an action twice.
+        profiler = trainer.profiler  # type: ignore[attr-defined]  # public, but set outside of the class
+        record.in_order = not isinstance(profiler, PassThroughProfiler) or self._shared.forces_order(step)
         self._mergers.batch_norm.forget()
         self._shared.watch(step)
         jobs = {
@@ -358,8 +328,7 @@ class ReplicatedModule:
             )
 
         try:
-            with _actions_named_by_replica(_profiler(self._module.trainer)):
-                results, timers = self._workers.run(step, jobs, describe, record.in_order)
+            results, timers = self._workers.run(step, jobs, describe, record.in_order)
         except BaseException:
             # Half of a step's changes to the replicas must not reach the next step.
             self._scattered = None
@@ -368,10 +337,6 @@ class ReplicatedModule:
         for index, timer in timers.items():
             record.timers[index].append(timer)
         return results
-
-
-def _profiler(trainer: Trainer) -> Profiler:
-    return trainer.profiler  # type: ignore[attr-defined, no-any-return]  # public, but set outside of the class
 
 
 def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.device, dataloader_idx: int) -> Any:

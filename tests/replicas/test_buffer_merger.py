@@ -38,51 +38,18 @@ def test_changed_elements_become_the_mean_and_others_keep_infinities(values, mea
     assert net.state.tolist() == [float("-inf"), mean]
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
-def test_counts_of_samples_are_added_up(kind):
-    net = module_with(seen=torch.zeros(1, dtype=kind), none=None, steps=torch.zeros((), dtype=kind))
+@pytest.mark.parametrize("sizes", [(2, 6), (4, 4)])
+def test_counts_of_samples_are_warned_about_once_and_counts_of_steps_are_not(sizes):
+    net = nn.Sequential(module_with(count=torch.zeros((), dtype=torch.int64), steps=torch.zeros(1), none=None))
     replicas = replicate(net)
     merger = BufferMerger(replicas)
-    for sizes in ((4, 4), (5, 2), (1, 1)):
-        replicas.refresh()
-        for replica, size in zip(replicas, sizes, strict=True):
-            replica.module.seen += size
-            replica.module.steps += 1
-        merger.merge([0, 1], sizes)
-    assert net.seen.tolist() == [17]
-    assert net.steps == 3
-
-
-def test_the_place_in_a_queue_is_not_added_up():
-    net = module_with(queue=torch.zeros(64), place=torch.tensor([56]))
-    replicas = replicate(net)
-    for replica in replicas:
-        replica.module.place += 4
-    BufferMerger(replicas).merge([0, 1], [4, 4])
-    assert net.place.tolist() == [60]
-
-
-def test_counts_that_two_modules_share_are_added_up_once():
-    seen = torch.zeros(1)
-    net = nn.Sequential(module_with(seen=seen), module_with(seen=seen))
-    replicas = replicate(net)
-    for replica in replicas:
-        replica.module[0].seen += 4
-    BufferMerger(replicas).merge([0, 1], [4, 4])
-    assert net[1].seen is net[0].seen
-    assert net[0].seen.tolist() == [8]
-
-
-def test_counts_in_buffers_are_warned_about_once():
-    net = nn.Sequential(module_with(count=torch.zeros((), dtype=torch.int64)))
-    replicas = replicate(net)
-    merger = BufferMerger(replicas)
-    replicas[0].module[0].count += 3
-    replicas[1].module[0].count += 6
+    for replica, size in zip(replicas, sizes, strict=True):
+        replica.module[0].count += size
+        replica.module[0].steps += 1
     with pytest.warns(UserWarning, match=r"buffer `0.count` .* keeps the buffer of the first replica"):
-        merger.merge([0, 1], [2, 6])
-    assert net[0].count == 3
-    merger.merge([0, 1], [2, 6])
+        merger.merge([0, 1], sizes)
+    assert (net[0].count, net[0].steps) == (sizes[0], 1)
+    merger.merge([0, 1], sizes)
 
 
 def test_buffers_may_be_created_dropped_and_resized_in_a_step():

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -14,8 +13,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+<<<<<<< HEAD
 from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import (
+=======
+from tests.support.training import (
+>>>>>>> 956cc0b (GradientCheck with one vector per part; profilers run replicas in order; counters of samples in buffers are warned about)
     Classifier,
     Evaluated,
     assert_same_training,
@@ -74,75 +77,38 @@ def test_anomalies_are_detected_on_every_replica():
 
 
 class Profiled(Classifier):
-    """Profiles a part of its step; on threads, both replicas are in that part at the same time."""
+    """Profiles a part of its step, which the backward pass repeats."""
 
     def __init__(self):
         super().__init__()
         self.threads = []
-        self.together = threading.Barrier(2, timeout=30)
 
     def training_step(self, batch, batch_idx):
-        with self.trainer.profiler.profile("network"):
-            logits = self.network(batch[0])
-            self.threads.append(threading.current_thread().name)
-            if threading.current_thread() is not threading.main_thread():
-                self.together.wait()
-        return functional.cross_entropy(logits, batch[1])
+        def profiled(features):
+            with self.trainer.profiler.profile("network"):
+                self.threads.append(threading.current_thread().name)
+                return self.network(features)
 
-    def on_train_batch_end(self, *args):
-        with self.trainer.profiler.profile("hook"):
-            pass
-
-
-def profile(profiler, **way):
-    return train(seeded(Profiled), **way, profiler=profiler, loader=batches(40), max_epochs=1)
+        return functional.cross_entropy(checkpoint(profiled, batch[0], use_reentrant=False), batch[1])
 
 
 @pytest.mark.usefixtures("_side_by_side")
-def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
-    single, parallel = both_ways(lambda **way: profile("simple", **way))
-    assert_same_training(parallel, single)
-    assert {*parallel.module.threads} >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
-    durations = parallel.trainer.profiler.recorded_durations
-    assert len(single.trainer.profiler.recorded_durations["network"]) == 5
-    step = "[Strategy]BalancedDataParallelStrategy.training_step"
-    for name in ("[Replica 0]network", "[Replica 1]network", step, "hook"):
-        assert len(durations[name]) == 5, name
-    assert "network" not in durations
-    assert "[Replica 1]network" in parallel.trainer.profiler.summary()
+@pytest.mark.parametrize("kind", ["simple", AdvancedProfiler])
+def test_profilers_see_the_actions_of_every_replica_on_one_thread(tmp_path, kind):
+    def run(**way):
+        profiler = kind if kind == "simple" else kind(tmp_path, str(way["devices"]))
+        return train(seeded(Profiled), **way, profiler=profiler, loader=batches(40), max_epochs=1)
 
-
-@pytest.mark.usefixtures("_side_by_side")
-def test_actions_in_threads_that_serve_all_replicas_are_not_recorded():
-    """As in the threads of autograd, which recompute on accelerators."""
-    together = threading.Barrier(2, timeout=30)
-
-    class Elsewhere(Classifier):
-        def training_step(self, batch, batch_idx):
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(self.profile_elsewhere, batch_idx).result()
-            return super().training_step(batch, batch_idx)
-
-        def profile_elsewhere(self, batch_idx):
-            with self.trainer.profiler.profile("elsewhere"):
-                if batch_idx:  # in the first batch, replicas run in order
-                    together.wait()
-
-    trained = train(Elsewhere(), balanced([2, 6]), 2, profiler="simple", max_epochs=1)
-    assert not [name for name in trained.trainer.profiler.recorded_durations if "elsewhere" in name]
-
-
-def test_the_advanced_profiler_sees_calls_of_every_replica(tmp_path):
-    def describe(**way):
-        trained = profile(AdvancedProfiler(tmp_path, str(way["devices"])), **way)
-        (path,) = tmp_path.glob(f"fit-{way['devices']}*")
-        return trained, path.read_text().split("Profile stats for: ")
-
-    (single, expected), (parallel, found) = both_ways(describe)
+    single, parallel = both_ways(run)
     assert_same_training(parallel, single)
     assert {*parallel.module.threads} == {"MainThread"}
-    for name, reports in (("network", expected), ("[Replica 0]network", found), ("[Replica 1]network", found)):
-        (report,) = (report for report in reports if report.splitlines()[0] == name)
+    assert len(single.module.threads) == 2 * 5
+    assert len(parallel.module.threads) == 2 * 2 * 5
+    if kind == "simple":
+        assert len(parallel.trainer.profiler.recorded_durations["network"]) == 2 * 2 * 5
+    else:
+        (path,) = tmp_path.glob("fit-2*")
+        (report,) = (one for one in path.read_text().split("Profile stats for: ") if one.startswith("network"))
         assert "linear.py" in report
 
 
@@ -309,34 +275,3 @@ def test_an_exception_or_an_interrupt_in_a_step_ends_the_run_and_the_threads(ste
 
     single, parallel = both_ways(run)
     assert parallel == single
-
-
-class Recomputed(Classifier):
-    """Profiles a part of its step that the backward pass repeats."""
-
-    def __init__(self):
-        super().__init__()
-        self.threads = []
-        self.together = threading.Barrier(2, timeout=30)
-
-    def training_step(self, batch, batch_idx):
-        def profiled(features):
-            with self.trainer.profiler.profile("network"):
-                if current_replica() is None:
-                    self.threads.append(threading.get_ident())
-                    if batch_idx:  # in the first batch, replicas run in order
-                        self.together.wait()
-                return self.network(features)
-
-        return functional.cross_entropy(checkpoint(profiled, batch[0], use_reentrant=False), batch[1])
-
-
-@pytest.mark.usefixtures("_side_by_side")
-def test_recomputation_in_the_threads_of_devices_is_not_recorded(virtual_devices):
-    module = Recomputed()
-    options = {"loader": batches(40), "max_epochs": 1, "accelerator": "virtual"}
-    trained = train(module, balanced(parallel_devices=virtual_devices[:2]), 2, profiler="simple", **options)
-    assert len({*module.threads}) == 2
-    durations = trained.trainer.profiler.recorded_durations
-    found = {name: len(times) for name, times in durations.items() if "network" in name}
-    assert found == {"[Replica 0]network": 5, "[Replica 1]network": 5}
