@@ -1,5 +1,6 @@
 """Plain attributes of the module: from the module to its replicas before a step, and back after it."""
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -11,12 +12,14 @@ from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
 from lightning_ddp_ext._lightning import rank_zero_warn
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.replicas.attribute_copies import COPIED, entries_of
-from lightning_ddp_ext.replicas.replica import AttributePlace, Replicas
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.replicas.attribute_copies import COPIED, find_hiding_function, walk
+from lightning_ddp_ext.replicas.replica import SHARED, AttributePlace, Replicas
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000
+_COPIED_ALWAYS = (dict, OrderedDict, defaultdict, Counter, set, deque)
 _NOT_MIRRORED = STRUCTURE | REPLICA_ATTRIBUTES | {"forward"}
 
 
@@ -34,7 +37,28 @@ class AttributeMirror:
         self._prefixes = replicas.prefixes
         self._warned: set[AttributePlace] = set()
         self._kept: set[AttributePlace] = set()  # where each replica keeps its own value
+        self._refuse_hidden_parts((n, name) for n, module in enumerate(self._modules) for name in vars(module))
         self._look()
+
+    def _refuse_hidden_parts(self, places: Iterable[AttributePlace]) -> None:
+        """Refuse functions by which a replica would use parts of the module, or its dictionaries, instead of its own."""
+        find = self._replicas[0].references.find
+        # Every replica has a copy of a dictionary, set or deque.
+        copied = {id(one) for module in self._modules for one in vars(module).values() if type(one) in _COPIED_ALWAYS}
+        for position, name in places:
+            value = vars(self._modules[position]).get(name)
+            if name in SHARED or value is None:
+                continue
+            function = find_hiding_function(value, lambda one: find(one) is not None or id(one) in copied)
+            if function is not None:
+                code = function.__code__
+                raise UnsupportedFeatureError(
+                    f"`self.{self._prefixes[position]}{name}` holds the function `{function.__qualname__}`"
+                    f" ({code.co_filename}, line {code.co_firstlineno}) with a part of the module, or one of its"
+                    " dictionaries, in its closure or in a default of an argument: under `balanced_dp`, all replicas"
+                    " would use it. Keep the part as an attribute of the module, and use it by `self` in a method; or"
+                    " pass it with `functools.partial`."
+                )
 
     def _look(self) -> None:
         """Remember the master's attributes, after some have changed."""
@@ -76,6 +100,7 @@ class AttributeMirror:
         changed = self._changed_places()
         if self._hook_ids != [*chain.from_iterable(self._hooks)]:
             changed.update((position, name) for position in range(len(self._modules)) for name in HOOKS)
+        self._refuse_hidden_parts(changed)
         self._kept -= changed
         for replica in self._replicas:
             replica.references.forget_copies()
@@ -107,7 +132,7 @@ class AttributeMirror:
     def _read_containers(self) -> list[list[list[Any]]]:
         """Return the entries of each container that each replica has been given."""
         return [
-            [[*entries_of(pushed[position].get(name))] for position, name in self._containers]
+            [[*walk(pushed[position].get(name))] for position, name in self._containers]
             for pushed in self._pushed
         ]
 

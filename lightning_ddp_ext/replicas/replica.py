@@ -35,7 +35,7 @@ _FORM, _REQUIRES_GRAD = attrgetter("shape", "dtype"), attrgetter("requires_grad"
 
 # Dictionaries of torch that replicas share. Dictionaries of hooks are copied: a hook that a step registers on a replica
 # must not run on another replica.
-_SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
+SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
 _LEARNING = 3  # training steps in which buffers are compared by value
 
 
@@ -70,7 +70,7 @@ class Replica:
 
     def set_attribute(self, own: nn.Module, name: str, value: Any) -> None:
         """Give one of the replica's modules an attribute of the master's."""
-        is_shared = name in _SHARED or self.references.is_data(value)
+        is_shared = name in SHARED or self.references.is_data(value)
         own.__dict__[name] = value if is_shared else self.references.rewrite(value)
 
     def _add_module(self, original: nn.Module) -> None:

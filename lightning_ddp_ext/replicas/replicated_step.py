@@ -18,7 +18,7 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
-from lightning_ddp_ext.replicas.attribute_copies import entries_of
+from lightning_ddp_ext.replicas.attribute_copies import walk as walk_references
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.metrics import LogReplay, MetricMerger
@@ -208,7 +208,7 @@ class ReplicatedModule:
             return
         for prefix, (module, _) in zip(self._replicas.prefixes, self._replicas[0].modules, strict=True):
             for name, value in vars(module).items():
-                for entry in entries_of(value) if name not in STRUCTURE else ():
+                for entry in walk_references(value) if name not in STRUCTURE else ():
                     if id(entry) in trained:
                         raise UnsupportedFeatureError(
                             f"`self.{prefix}{name}` holds a tensor that `{trained[id(entry)]}` trains and that is no"
