@@ -91,11 +91,10 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the parts of one batch are cut: lists by their entries, or by the rows of their tensors."""
+    """How the parts of one batch are cut: lists with as many entries as samples by these, others by rows of arrays."""
 
     total: int
     batch_dim: int
-    by_rows: bool
     is_list: bool = False  # the batch itself is a list with one entry per sample
 
     def take(self, batch: Any, start: int, stop: int) -> Any:
@@ -125,15 +124,11 @@ class _Cut:
         """Return True for a list with one entry per sample."""
         if not isinstance(value, list | tuple) or is_record(value) or len(value) != self.total:
             return False
-        inner = (entry for name, item in items(value) for entry in _entries(item, self.batch_dim, name))
-        entry = _list_entry(value, [*inner], "")
-        if entry is None or entry.length is None:
-            return False
-        return not (self.by_rows and (self.total in entry.rows or entry.one_value))
+        return any(entry.length is not None for entry in _entries(value, self.batch_dim, ""))
 
 
 def _measure(batch: Any, batch_dim: int) -> _Cut:
-    """Find the size of a batch, and whether lists are cut by their entries or by the rows of their tensors."""
+    """Find the size of a batch, and check that each list can be read in one way."""
     if type(batch) in (tuple, list, dict):
         values = batch.values() if type(batch) is dict else batch
         if all(type(value) is Tensor and value.layout is torch.strided and not value.is_nested for value in values):
@@ -157,7 +152,7 @@ def _measure_parts(batch: Any, batch_dim: int) -> _Cut:
     has_arrays = any(entry.decides for entry in found)
     cut = (_measure_arrays if has_arrays else _measure_lists)(batch, batch_dim, found)
     for entry in found:
-        if 1 < cut.total == entry.length and entry.one_value and cut.by_rows:
+        if 1 < cut.total == entry.length and entry.one_value:
             raise BatchSplitError(
                 f"`{entry.path}`, a tuple of numbers, has as many entries as the batch has samples, but may be one"
                 " value for all of them. Make it a list if each sample has one; otherwise leave it out of the batch, or"
@@ -180,14 +175,14 @@ def _measure_arrays(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> _Cut
         if any(entry.certain for entry in lists):
             if rows is not None and len(lists) == 1 and length > 1:
                 raise _ambiguous(lists)
-            return _Cut(length, batch_dim, by_rows=False)
+            return _Cut(length, batch_dim)
     total = rows if length is None else None
     if total is None:
         total = _common([entry.rows for entry in entries if entry.length is None])
-    unclear = [entry for entry in entries if entry.certain and entry.rows == (entry.length,) != (1,)]
+    unclear = [entry for entry in entries if entry.rows == (entry.length,) != (1,)]
     if total is None or unclear or not all(total in (*entry.rows, entry.length) for entry in entries):
         raise _ambiguous(unclear or entries)
-    return _Cut(total, batch_dim, by_rows=True)
+    return _Cut(total, batch_dim)
 
 
 def _measure_lists(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> _Cut:
@@ -199,11 +194,11 @@ def _measure_lists(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> _Cut:
                 raise _ambiguous([_Entry("batch", tuple(lengths), len(batch))])
         # Entries of one kind are samples; entries of several kinds are columns, such as texts and one number for all.
         if len({next((kind for kind in _KINDS if isinstance(item, kind)), object) for item in given}) <= 1:
-            return _Cut(len(batch), batch_dim, by_rows=False, is_list=True)
+            return _Cut(len(batch), batch_dim, is_list=True)
     lists = [entry for entry in found if entry.certain]
     length = _common([(entry.length,) for entry in lists if entry.length is not None])
     if length is not None:
-        return _Cut(length, batch_dim, by_rows=False)
+        return _Cut(length, batch_dim)
     if lists:
         raise _ambiguous(lists)
     raise BatchSplitError(
@@ -272,7 +267,7 @@ def _list_entry(value: Any, inner: Sequence[_Entry], path: str) -> _Entry | None
 def join_batches(parts: Sequence[Any], batch_dim: int = 0) -> Any:
     """Join batches along the batch dimension, the inverse of `split_batch`; raise a BatchSplitError if they differ."""
     sizes = [count_samples(part, batch_dim) for part in parts]
-    joined = _merge(parts, sizes, batch_dim, _same_value, "batch")
+    joined = merge(parts, sizes, batch_dim, _same_value, "batch")
     fits = count_samples(joined, batch_dim) == sum(sizes)
     if not (fits and all(map(_are_equal, parts, split_batch(joined, sizes, batch_dim)))):
         raise BatchSplitError("the joined batch would be cut in another way than its parts.", _JOINING_REMEDY)
@@ -309,7 +304,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
     sizes of the chunks; scalars are averaged by chunk size; other values become a list with one entry per replica.
     """
     moved = [to_device(output, device) for output in outputs]
-    return moved[0] if len(moved) == 1 else _merge(moved, sizes, batch_dim, _mean_or_list)
+    return moved[0] if len(moved) == 1 else merge(moved, sizes, batch_dim, _mean_or_list)
 
 
 def _mean_or_list(values: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
@@ -318,7 +313,7 @@ def _mean_or_list(values: Sequence[Any], sizes: Sequence[int], path: str) -> Any
     return None if all(value is None for value in values) else list(values)
 
 
-def _merge(
+def merge(
     values: Sequence[Any],
     sizes: Sequence[int],
     batch_dim: int,
@@ -339,7 +334,7 @@ def _merge(
             return rebuild(first, [item for value in values for item in value])
     if not is_array(first) and have_same_items(values):
         columns = columns_of(values).items()
-        return with_values(first, [_merge(one, sizes, batch_dim, otherwise, path + name) for name, one in columns])
+        return with_values(first, [merge(one, sizes, batch_dim, otherwise, path + name) for name, one in columns])
     return otherwise(values, sizes, path)
 
 
@@ -347,6 +342,7 @@ def _is_columnar(values: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Return True for values with one row per sample each, and False for a list with one entry per sample."""
     pairs = [(item, size) for value, size in zip(values, sizes, strict=True) for item in value]
     if isinstance(values[0], tuple):
-        have_rows = [size in part.shape[:1] for item, size in pairs for part in walk(item) if is_array(part)]
+        arrays = [(part, size) for item, size in pairs for part in walk(item) if is_array(part) and part.ndim]
+        have_rows = [size == len(part) for part, size in arrays]
         return any(have_rows) or not have_rows
     return all(is_array(item) and size in item.shape[:1] for item, size in pairs)

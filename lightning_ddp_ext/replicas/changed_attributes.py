@@ -41,7 +41,7 @@ class AttributeMirror:
         self._look()
 
     def _refuse_hidden_parts(self, places: Iterable[AttributePlace]) -> None:
-        """Refuse functions by which a replica would use parts of the module, or its dictionaries, instead of its own."""
+        """Refuse functions by which replicas would use parts of the module, or its dictionaries, not their own."""
         find = self._replicas[0].references.find
         # Every replica has a copy of a dictionary, set or deque.
         copied = {id(one) for module in self._modules for one in vars(module).values() if type(one) in _COPIED_ALWAYS}
@@ -131,10 +131,7 @@ class AttributeMirror:
 
     def _read_containers(self) -> list[list[list[Any]]]:
         """Return the entries of each container that each replica has been given."""
-        return [
-            [[*walk(pushed[position].get(name))] for position, name in self._containers]
-            for pushed in self._pushed
-        ]
+        return [[[*walk(pushed[position].get(name))] for position, name in self._containers] for pushed in self._pushed]
 
     def _changed_places(self) -> set[AttributePlace]:
         changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}

@@ -15,7 +15,6 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
-from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_ddp_ext._compat.torchmetrics import (
@@ -31,9 +30,11 @@ from lightning_ddp_ext._compat.torchmetrics import (
     write_state,
 )
 from lightning_ddp_ext._lightning import LightningModule
-from lightning_ddp_ext.batches.containers import columns_of, have_same_items, to_device, values_of, walk, with_values
+from lightning_ddp_ext.batches.containers import to_device, values_of, walk, with_values
+from lightning_ddp_ext.batches.splitting import merge
 from lightning_ddp_ext.replicas.replica import Replicas
 
+_OF_NUMBERS = (SumMetric, MaxMetric, MinMetric)
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
@@ -76,38 +77,12 @@ def _is_scalar(value: Any) -> bool:
     )
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
+
+
 class _CannotJoinError(Exception):
     """No argument for the whole batch can be made of the replicas' arguments."""
-
-
-def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
-    """Make one argument of the replicas' arguments: rows concatenated, means averaged by weight, counts added up."""
-    first = values[0]
-    if _is_scalar(first):
-        return _join_scalars(to_device(list(values), device), weights, sizes)
-    if isinstance(first, Tensor):
-        return torch.cat([value.detach().to(device) for value in values])
-    if isinstance(first, dict | tuple) and have_same_items(values):
-        return with_values(first, [_join(column, weights, sizes, device) for column in columns_of(values).values()])
-    # A list of tensors may hold columns or samples.
-    if isinstance(first, list) and not any(isinstance(item, Tensor) for value in values for item in value):
-        return [to_device(item, device) for value in values for item in value]
-    # Equal texts may be two samples.
-    if not isinstance(first, list | str) and all(value is first for value in values):
-        return first
-    raise _CannotJoinError
-
-
-def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    first = values[0]
-    if isinstance(first, Tensor):
-        if not first.is_floating_point():
-            return torch.stack(values).sum()
-    elif isinstance(first, int):
-        was_counted = list(values) == list(sizes) or len(set(values)) > 1
-        return sum(values) if was_counted else first
-    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / (sum(weights) or 1)
 
 
 class _Call:
@@ -222,26 +197,17 @@ class MetricMerger:
         self, one: _ReplicatedMetric, indices: Sequence[int], weights: Sequence[float], sizes: Sequence[int]
     ) -> None:
         by_replica = [one.calls[index] for index in indices]
-        same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
-        # The extreme of a batch does not follow from joined numbers, which are averaged.
-        is_extreme = isinstance(one.metric, MaxMetric | MinMetric) and any(call.scalars for call in by_replica[0])
-        # The states of composed metrics add up. A number beside a count may be a sum, which joining would average.
-        has_sums = isinstance(one.metric, CompositionalMetric) and any(
-            map(_is_whole, chain.from_iterable(call.scalars for call in by_replica[0]))
-        )
+        # A number is one value of the chunk for these, and not a mean.
+        has_values = isinstance(one.metric, _OF_NUMBERS) and any(call.scalars for call in by_replica[0])
         try:
-            if is_extreme or has_sums or not same_calls:
+            if has_values or len({tuple(call.method for call in calls) for calls in by_replica}) > 1:
                 raise _CannotJoinError
             groups = list(zip(*by_replica, strict=True))
-            arguments = [_join_calls(group, weights, sizes, self._home) for group in groups]
+            arguments = [_join_arguments(group, weights, sizes, self._home) for group in groups]
         except _CannotJoinError:
-            moved = to_device([(call.args, call.kwargs) for call in chain.from_iterable(by_replica)], self._home)
-            methods = (getattr(one.metric, call.method) for call in chain.from_iterable(by_replica))
-            values = [method(*args, **kwargs) for method, (args, kwargs) in zip(methods, moved, strict=True)]
-            if has_sums and len(values) == len(weights) and all(isinstance(value, Tensor) for value in values):
-                value = _join_scalars(values, weights, sizes)  # of `forward`
-                set_forward_value(one.metric, value)
-                self._pair([calls[0] for calls in by_replica], value)
+            for call in chain.from_iterable(by_replica):
+                args, kwargs = to_device((call.args, call.kwargs), self._home)
+                getattr(one.metric, call.method)(*args, **kwargs)
             return
         for group, (args, kwargs) in zip(groups, arguments, strict=True):
             self._pair(group, getattr(one.metric, group[0].method)(*args, **kwargs))
@@ -286,23 +252,39 @@ def _states_suffice(metric: Metric, by_replica: Sequence[Sequence[_Call]]) -> bo
     has_one_value = len(calls) == len(by_replica) or all(call.method == "update" for call in calls)
     scalars = [value for call in calls for value in call.scalars]
     # A floating-point number is the mean of a chunk, unless a whole number beside it says of how many values.
-    has_sums = not scalars or isinstance(metric, SumMetric) or any(map(_is_whole, scalars))
-    return has_one_value and not was_reset and has_sums
+    is_value = not scalars or isinstance(metric, _OF_NUMBERS) or any(map(_is_whole, scalars))
+    return has_one_value and not was_reset and is_value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
-
-
-def _join_calls(calls: Sequence[_Call], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return positional and keyword arguments for the whole batch; texts passed by keyword must be equal."""
-    texts = [{key: value for key, value in call.kwargs.items() if isinstance(value, str)} for call in calls]
-    if any(text != texts[0] for text in texts):
+def _join_arguments(
+    calls: Sequence[_Call], weights: Sequence[float], sizes: Sequence[int], device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments for the whole batch: rows are concatenated, means averaged by weight."""
+    kinds = {_is_whole(value) for call in calls for value in call.scalars}
+    if len(kinds) > 1:  # sums, and the number of their terms
         raise _CannotJoinError
-    others = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
-    joined = zip((call.args for call in calls), others, strict=True)
-    args, kwargs = _join(list(joined), weights, sizes, device)
-    return args, {**kwargs, **texts[0]}
+    factors = [weight / (sum(weights) or 1.0) for weight in weights]
+
+    def join(values: Sequence[Any], _: Sequence[int], path: str) -> Any:
+        first = values[0]
+        if all(map(_is_scalar, values)) and not any(map(_is_whole, values)):
+            return sum(value * factor for value, factor in zip(values, factors, strict=True) if factor)
+        if isinstance(first, Tensor) and first.ndim:
+            return torch.cat([*values])
+        if isinstance(first, list) and not any(isinstance(item, Tensor) for value in values for item in value):
+            return [item for value in values for item in value]
+        # Equal texts may be two samples, except options, and equal numbers the samples of two chunks.
+        is_option = not isinstance(first, str) or not path.startswith("['args']")
+        if is_option and list(values) != list(sizes) and all(value is first or value == first for value in values):
+            return first
+        raise _CannotJoinError
+
+    given = [to_device({"args": dict(enumerate(call.args)), **call.kwargs}, device) for call in calls]
+    if any(isinstance(one, list) and any(isinstance(item, Tensor) for item in one) for one in walk(given)):
+        raise _CannotJoinError  # a list of columns or of samples
+    with torch.no_grad():
+        kwargs = merge(given, sizes, 0, join)
+    return [*kwargs.pop("args").values()], kwargs
 
 
 _LOG = inspect.signature(LightningModule.log)

@@ -84,7 +84,9 @@ AMBIGUOUS = [
     ([{"ids": torch.zeros(7)}, {"ids": torch.zeros(5)}], r"`batch` has 2, `batch\[0\]\['ids'\]` has 7"),
     # as many boxes as images
     ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(2)]}, "`batch.*` has 2 entries of 2 rows"),
-    # samples or views
+    # samples or views, or images of three channels
+    (([rows(2), rows(2)], torch.zeros(2)), r"`batch\[0\]` has 2 entries of 2 rows"),
+    (([image()] * 3, torch.zeros(3)), r"`batch\[0\]` has 3 entries of 3 rows"),
     ({"views": [{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}]}, r"`batch\['views'\]` has 8 or 2"),
     ((alike(8), alike(8)), r"`batch\[0\]` has 3 or 8"),
     ({"a": alike(2, 8), "b": alike(2, 4)}, r"`batch\['a'\]` has 8 or 2"),
@@ -137,8 +139,8 @@ def test_entries_of_several_kinds_are_columns_and_samples_of_one_kind_are_cut_on
     for other in (0.5, "train"):
         assert split_batch((texts, other), [1, 2]) == [(["a"], other), (["b", "c"], other)]
     assert split_batch((texts, {"ids": [1, 2, 3]}), [1, 2]) == [(["a"], {"ids": [1]}), (["b", "c"], {"ids": [2, 3]})]
-    first, _ = split_batch(([rows(2), rows(2)], torch.zeros(2)), [1, 1])
-    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]  # several views of two samples
+    first, _ = split_batch(([rows(3), rows(3)], torch.zeros(3)), [1, 2])
+    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]  # two views of three samples
     for batch in ([1, 2.5, True], ["a", None, "b"], [["a"], ["b", "c"], []], [{"a": ["x"]}, {"a": ["y"]}, {"b": 1}]):
         assert split_batch(batch, [1, 2]) == [batch[:1], batch[1:]]
 
@@ -233,8 +235,9 @@ def test_entries_that_cannot_be_cut_are_refused_by_name_and_cut_from_lists_with_
 
 def test_a_tuple_of_numbers_that_may_be_one_value_is_refused_when_it_is_as_long_as_the_batch():
     assert split_batch({"v": (1, 2, 3), "x": rows(4)}, [1, 3])[1]["v"] == (1, 2, 3)
-    with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a tuple of numbers, has as many entries as the batch"):
-        count_samples({"v": (1, 2, 3), "x": rows(3)})
+    for other in (rows(3), [boxes(1), boxes(2), boxes(4)], ["a", "b", "c"]):
+        with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a tuple of numbers, has as many entries as the"):
+            count_samples({"v": (1, 2, 3), "x": other})
 
 
 def test_outputs_are_gathered():
