@@ -13,12 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-<<<<<<< HEAD
-from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import (
-=======
-from tests.support.training import (
->>>>>>> 956cc0b (GradientCheck with one vector per part; profilers run replicas in order; counters of samples in buffers are warned about)
     Classifier,
     Evaluated,
     assert_same_training,
