@@ -104,19 +104,6 @@ def test_whole_numbers_and_truth_values_equal_those_of_one_device():
         assert values == expected
 
 
-@pytest.mark.parametrize("chunks", [[4, 4], [1, 1]])
-def test_a_number_that_grows_is_not_taken_for_a_chunk_size_when_it_meets_one(chunks):
-    class Counting(Classifier):
-        def training_step(self, batch, batch_idx):
-            self.log("step", self.global_step)
-            return loss_of(self, batch)
-
-    values = StepValues()
-    trainer = quiet_trainer(balanced(chunks), 2, precision="64-true", max_epochs=1, callbacks=[values])
-    trainer.fit(seeded(Counting), batches(64, sum(chunks)))
-    assert [value["step"] for value in values.values] == list(range(64 // sum(chunks)))
-
-
 def warnings_of(step, split):
     """Return the keys and texts of the warnings about logged values, each of which comes once."""
 

@@ -76,27 +76,6 @@ def test_overrides_run_as_often_and_with_the_same_result():
     assert relative_difference(single.gradients.before_step[:1], plain[:1]) > 1e-2
 
 
-class SharpnessAware(torch.optim.SGD):
-    """Evaluates the closure a second time at weights moved along the gradient."""
-
-    def step(self, closure):
-        loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        moves = [0.05 * p.grad for p in parameters]
-        with torch.no_grad():
-            torch._foreach_add_(parameters, moves)
-        closure()
-        with torch.no_grad():
-            torch._foreach_sub_(parameters, moves)
-        super().step()
-        return loss
-
-
-def test_an_optimizer_may_move_the_parameters_between_two_closures():
-    single, _ = compare(lambda: Classifier(SharpnessAware))
-    assert len(single.gradients.after_backward) == 24
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("weight_by", ["samples", lambda chunk: len(chunk[0]) > 2], ids=["samples", "not the first"])
 def test_a_graph_of_the_gradients_is_refused_at_the_first_backward_pass(weight_by):
