@@ -7,7 +7,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BatchSplitError
-from tests.strategies.toolkit import Stream
 from tests.parity import (
     Classifier,
     Evaluated,

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_ext import UnsupportedFeatureError
 from lightning_ddp_ext._compat.torch import recompile_limit, recompile_limit_of
-from tests.support.devices import device
 from tests.parity import (
     CLASSES,
     FEATURES,

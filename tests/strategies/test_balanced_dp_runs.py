@@ -26,7 +26,6 @@ from tests.parity import (
     seeded,
     train,
 )
-from tests.support.devices import device
 
 OPTIONS = [
     {"overfit_batches": 0.5},
