@@ -10,19 +10,31 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
-from lightning_ddp_ext._compat.torch import STRUCTURE, recompile_limit, recompile_limit_of
+from lightning_ddp_ext._compat.torch import STRUCTURE, TensorVersions, recompile_limit, recompile_limit_of
 from lightning_ddp_ext._devices import Timer, current_device
 from lightning_ddp_ext._lightning import LightningModule, PassThroughProfiler, is_overridden
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
+from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
-from lightning_ddp_ext.replicas.attribute_copies import walk
+from lightning_ddp_ext.replicas.attribute_copies import walk as walk_references
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.metrics import LogReplay, MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, SharedState, refuse_changed_settings
+
+
+def _observable_parts(chunks: Sequence[Any]) -> list[Any]:
+    """Return the parts of chunks by which a change of a chunk is noticed."""
+    # Changes of tensors made in inference mode cannot be noticed.
+    return [
+        part
+        for chunk in chunks
+        for part in walk(chunk)
+        if not isinstance(part, Mapping | list | tuple) and not (isinstance(part, Tensor) and part.is_inference())
+    ]
 
 
 @dataclass(slots=True)
@@ -196,7 +208,7 @@ class ReplicatedModule:
             return
         for prefix, (module, _) in zip(self._replicas.prefixes, self._replicas[0].modules, strict=True):
             for name, value in vars(module).items():
-                for entry in walk(value) if name not in STRUCTURE else ():
+                for entry in walk_references(value) if name not in STRUCTURE else ():
                     if id(entry) in trained:
                         raise UnsupportedFeatureError(
                             f"`self.{prefix}{name}` holds a tensor that `{trained[id(entry)]}` trains and that is no"
@@ -205,7 +217,30 @@ class ReplicatedModule:
                         )
 
     def _step(self, step: str, args: Sequence[Any], scattered: _ScatteredBatch) -> tuple[list[Any], BatchRecord]:
-        """Run the step in the threads of the active replicas, or in order if it uses state that they share."""
+        """Run the step on the active replicas; repeat it in order if it uses state that the replicas share."""
+        may_repeat = len(scattered.record.active) > 1 and not self._shared.forces_order(step)
+        before = TensorVersions(_observable_parts(scattered.chunks) if may_repeat else [])
+        outputs, record, has_used = self._run_replicas(step, args, scattered)
+        if has_used and may_repeat and not record.in_order:
+            # The first use came after batches without any: the step is repeated in order, on replicas as before it.
+            if before.changed(_observable_parts(scattered.chunks)):
+                raise UnsupportedFeatureError(
+                    f"`{step}` has changed its batch, and draws random numbers or uses `parametrize.cached()` for the"
+                    " first time after steps without, so that it cannot be repeated. Do so in every step, for example"
+                    " by `torch.rand(())`, so that replicas run one after another from the beginning; or leave the"
+                    " batch as it is."
+                )
+            self._shared.restore()
+            del outputs  # frees the memory of the first run
+            self._replicas.discard()
+            self._update_replicas(step)
+            outputs, record, _ = self._run_replicas(step, args, scattered)
+        return outputs, record
+
+    def _run_replicas(
+        self, step: str, args: Sequence[Any], scattered: _ScatteredBatch
+    ) -> tuple[list[Any], BatchRecord, bool]:
+        """Run the step in the threads of the active replicas; return True last if it has used shared state."""
         trainer = self._module.trainer
         record = replace(scattered.record, timers=[[] for _ in self._devices])
         # Python's and torch's profilers record only the thread that started them; Lightning's refuse an action twice.
@@ -219,12 +254,17 @@ class ReplicatedModule:
         }
         with (
             # A single replica changes settings once, as one device does.
-            refuse_changed_settings(trainer.optimizers if len(jobs) > 1 else [], step),
+            refuse_changed_settings(trainer.optimizers if len(record.active) > 1 else [], step),
             self._replicas.refuse_changed_parameters(record.active, step),
         ):
-            outputs = self._apply(step, jobs, record)
-        self._shared.notice_use(step, side_by_side=len(jobs) > 1 and not record.in_order)
-        return [outputs[index] for index in record.active], record
+            try:
+                outputs = self._apply(step, jobs, record)
+            except RuntimeError:  # perhaps a tensor of another device, from the cache that replicas share
+                if record.in_order or len(jobs) == 1 or not self._shared.notice_use(step):
+                    raise
+                return [], record, True
+        has_used = self._shared.notice_use(step)
+        return [outputs[index] for index in record.active], record, has_used
 
     def expect_new_batch(self) -> None:
         """Forget the chunks of the last batch, also if the next one is the same object."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_ext._compat.torch import parametrization_cache, version_of
-from lightning_ddp_ext._devices import Timer, current_device, get_rng_state
+from lightning_ddp_ext._devices import Timer, current_device, get_rng_state, set_rng_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 Job = Callable[[], Any]
@@ -250,11 +250,11 @@ class SharedState:
         self._other_states = _other_states() if self._states and step not in self._watched else {}
         self._cache = parametrization_cache()
 
-    def notice_use(self, step: str, side_by_side: bool = False) -> None:
-        """Warn if a step is the first to use shared state, an error side by side; call after `watch` and the step."""
+    def notice_use(self, step: str) -> bool:
+        """Return True, and warn, if a step is the first to use shared state; call after `watch` and the step."""
         self._watched.add(step)
         if self._is_used or not self._devices:
-            return
+            return False
         drawn = [str(device) for device, state in self._states.items() if not torch.equal(state, get_rng_state(device))]
         if self._other_states:
             drawn += [name for name, state in _other_states().items() if state != self._other_states[name]]
@@ -263,19 +263,19 @@ class SharedState:
         elif parametrization_cache() is not self._cache:  # leaving `cached()` puts an empty one in its place
             use = "uses `torch.nn.utils.parametrize.cached()`, whose cache all replicas share"
         else:
-            return
-        if side_by_side:
-            raise UnsupportedFeatureError(
-                f"`{step}` {use}, for the first time after steps without, so that the step cannot be reproduced. Do so"
-                " in every step, for example by `torch.rand(())`, so that replicas run one after another from the"
-                " beginning."
-            )
+            return False
         self._is_used = True
         warnings.warn(
             f"`{step}` {use}. They run one after another from now on, so that seeds, activation checkpointing and"
             " cached tensors keep their meaning.",
             stacklevel=2,
         )
+        return True
+
+    def restore(self) -> None:
+        """Restore the states of the generators from before the step."""
+        for device, state in self._states.items():
+            set_rng_state(state, device)
 
     def forget(self) -> None:
         """Watch every step again, because the module has changed."""

@@ -208,17 +208,17 @@ def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_alw
     def run_step(step, draw=lambda: None):
         shared.watch(step)
         draw()
-        shared.notice_use(step)
+        return shared.notice_use(step)
 
     for _ in range(2):
         assert shared.forces_order("training_step")
-        run_step("training_step")
+        assert not run_step("training_step")
         assert not shared.forces_order("training_step")
         assert shared.forces_order("validation_step")
         shared.forget()
     with pytest.warns(UserWarning, match="`training_step` draws random numbers from the generator of cpu, which"):
-        run_step("training_step", lambda: torch.rand(1))
-    run_step("training_step", lambda: torch.rand(1))  # a second warning would be an error
+        assert run_step("training_step", lambda: torch.rand(1))
+    assert not run_step("training_step", lambda: torch.rand(1))  # a second warning would be an error
     assert shared.forces_order("training_step")
     alone = SharedState([CPU])
     assert not alone.forces_order("training_step")
@@ -230,5 +230,5 @@ def test_a_first_step_that_draws_from_another_librarys_generator_runs_in_order_f
     shared.watch("training_step")
     draw()
     with pytest.warns(UserWarning, match=f"draws random numbers from the generator of {name}, which"):
-        shared.notice_use("training_step")
+        assert shared.notice_use("training_step")
     assert shared.forces_order("training_step")

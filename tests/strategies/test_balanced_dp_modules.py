@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_ext import UnsupportedFeatureError
 from lightning_ddp_ext._compat.torch import recompile_limit, recompile_limit_of
+from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import (
     CLASSES,
     FEATURES,
@@ -270,18 +272,42 @@ def test_recomputation_draws_the_masks_of_the_forward_pass(use_reentrant):
 
 
 class DrawsLater(Classifier):
-    """Draws random numbers from its third batch on."""
+    """Draws random numbers from its third batch on; the second replica would be the first to draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn, self.states, self.batches_seen = [], [], []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.states.append(torch.get_rng_state())
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + (0 * torch.rand(()) if batch_idx >= 2 else 0)
+        self.batches_seen.append(batch_idx)
+        if batch_idx >= 2:
+            time.sleep(0.0 if current_replica() else 0.1)
+            self.drawn.append(torch.randint(10**6, (1,)).item())
+        return super().training_step(batch, batch_idx)
 
 
-def test_a_step_that_draws_for_the_first_time_after_steps_without_is_refused_on_several_replicas():
-    message = r"`training_step` draws random numbers from the generator of .*, for the first time.*`torch\.rand"
-    with pytest.raises(UnsupportedFeatureError, match=message):
-        train(DrawsLater(), balanced([2, 6]), 2, max_epochs=1)
+def test_the_first_step_that_draws_is_repeated_in_order_and_leaves_no_other_trace():
+    single = train(seeded(DrawsLater), max_epochs=1)
     with pytest.warns(UserWarning, match="`training_step` draws random numbers"):
-        train(DrawsLater(), balanced([0, 8]), 2, max_epochs=1)
+        parallel = train(seeded(DrawsLater), balanced([2, 6]), 2, max_epochs=1)
+    torch.set_rng_state(parallel.module.states[2])
+    assert parallel.module.drawn == torch.randint(10**6, (4,)).tolist()
+    assert parallel.module.batches_seen == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert_same_training(parallel, single)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` draws random numbers")
+def test_a_step_that_has_changed_its_batch_cannot_be_repeated():
+    class Changes(DrawsLater):
+        def training_step(self, batch, batch_idx):
+            batch[0] = 2 * batch[0]
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UnsupportedFeatureError, match="`training_step` has changed its batch, and draws random"):
+        train(seeded(Changes), balanced([2, 6]), 2, max_epochs=1)
 
 
 class Symmetric(nn.Module):
@@ -323,9 +349,10 @@ def test_a_step_that_uses_the_cache_trains_as_on_one_device():
 
 
 @pytest.mark.usefixtures("_side_by_side")
-def test_a_step_that_uses_the_cache_for_the_first_time_after_steps_without_is_refused():
-    with pytest.raises(UnsupportedFeatureError, match=r"uses `torch\.nn\.utils\.parametrize\.cached\(\)`.* first time"):
-        fit(None, 2, strategy=balanced([2, 6]), devices=2)
+def test_the_first_step_that_uses_the_cache_is_repeated_in_order():
+    with pytest.warns(UserWarning, match=_ORDERED):
+        parallel = fit(None, 2, strategy=balanced([2, 6]), devices=2)
+    assert_same_training(parallel, fit(None, 2))
 
 
 @pytest.mark.usefixtures("_side_by_side")
