@@ -44,7 +44,7 @@ class GatherMixin:
         # One message for all tensors, before the first is sent: gloo aborts a process that receives other sizes than it
         # expects, and a rank that has fewer tensors than another would leave it waiting.
         of_ranks = gather_different(None if is_left_out else own, sizes_group)
-        present = dist.get_process_group_ranks(sizes_group)
+        present = dist.get_process_group_ranks(sizes_group or dist.group.WORLD)  # torch 2.6 knows no None
 
         def stack(one: Tensor) -> Tensor:
             rows: Tensor = super(GatherMixin, self).all_gather(one, group, sync_grads)  # type: ignore[misc]

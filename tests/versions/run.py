@@ -208,7 +208,7 @@ def checkout(name: str) -> Iterator[Path]:
 
 def run_tests(python: Path, name: str) -> str:
     """Run the tests under one import name; prints the output if they fail, and returns pytest's last line."""
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
     with checkout(name) as folder:
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile torch
