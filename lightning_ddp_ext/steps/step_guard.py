@@ -53,10 +53,11 @@ class StepGuard:
         self._position = control.add(self._compare_positions, in_every_message=True)
         self._steps = control.add(in_every_message=True)
         self._optimizers = control.add(self._check, in_every_message=True)
-        # A loop of Fabric has no end at which to remove the hook, which must not keep the module alive.
+        # A loop of Fabric has no end at which to remove the hook, so it must not keep the module alive. Without the
+        # module it does nothing. A garbage collection must not remove it, as torch may iterate over all hooks then.
         method = weakref.WeakMethod(self._before_step)
         hook = register_optimizer_step_pre_hook(lambda *given: own(*given) if (own := method()) is not None else None)
-        self.close = weakref.finalize(self, hook.remove)
+        self.close = hook.remove
 
     @property
     def position(self) -> int:

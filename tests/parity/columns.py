@@ -126,7 +126,7 @@ class Run:
     warned: list[str] = field(default_factory=list)
 
     def add_step(self, module: nn.Module) -> None:
-        parts = [torch.view_as_real(one.detach().cpu() + 0j).flatten() for one in module.parameters()]
+        parts = [torch.view_as_real(one.detach().cpu().to(torch.complex128)).flatten() for one in module.parameters()]
         self.parameters.append(torch.cat(parts))
 
 
