@@ -13,7 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `tests`
 
-from tests.parity.columns import COLUMNS, Column, train_alone, train_row
+from tests.parity.columns import COLUMNS, Column
+from tests.parity.rows import train_alone, train_row
 from tests.strategies.toolkit import CaseError, run_on_ranks
 
 ROWS = ("momentum", "accumulated over 3, clipped", "steps by the loss", "partly used", "language")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPJoinStrategy
 from lightning_ddp_ext._import_names import NAMES
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
-from tests.parity import Classifier, dataset, quiet_trainer
+from tests.support.training import Classifier, dataset, quiet_trainer
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,26 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> DrawnSample
         return None
     # Datasets return None for a broken sample, which the collate function skips.
     given = [sample for sample in samples if sample is not None]
-    drawn, held = DrawnSamples(len(given)), {*map(id, _arrays(batch))}
-    if held:  # a list of samples, maybe without some of them
+    drawn = DrawnSamples(len(given))
+    if given and _is_stack(given, batch):
+        drawn.held = drawn
+    elif held := {*map(id, _arrays(batch))}:  # a list of samples, maybe without some of them
         drawn.held = sum(not held.isdisjoint(map(id, _arrays(sample))) for sample in given) or None
     return drawn or None
+
+
+def _is_stack(samples: Sequence[Any], batch: Any) -> bool:
+    """Return True for a plain container of tensors that stack those of all samples, as most batches do."""
+    parts, of_first = _items(batch), _items(samples[0])
+    if not parts or any(type(part) is not Tensor or part.shape[:1] != (len(samples),) for part in parts):
+        return False
+    depth = max(part.ndim for part in parts) - 1
+    return all(one.ndim <= depth if type(one) is Tensor else isinstance(one, int | float | str) for one in of_first)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of a plain container, or another value as a single item."""
+    return [*value.values()] if type(value) is dict else [*value] if type(value) in (list, tuple) else [value]
 
 
 def _may_be_one_sample(batch: Any) -> bool:
@@ -44,7 +60,11 @@ def _may_be_one_sample(batch: Any) -> bool:
 
 
 def _arrays(value: Any) -> list[Any]:
-    return [array for array in walk(value) if is_array(array) and not getattr(array, "is_nested", False)]
+    return _arrays_of(walk(value))
+
+
+def _arrays_of(parts: Iterable[Any]) -> list[Any]:
+    return [array for array in parts if is_array(array) and not getattr(array, "is_nested", False)]
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
@@ -88,11 +108,15 @@ class BatchSamples:
 
     def _find_held(self, drawn: float, batch: Any) -> float | None:
         """Return the number of drawn samples that a batch holds; None if samples may be missing."""
-        graphs = [part.num_graphs for part in walk(batch) if isinstance(getattr(part, "num_graphs", None), int)]
-        held = graphs[0] if graphs else getattr(drawn, "held", None)
-        is_list = any(isinstance(part, list | tuple) and len(part) == drawn for part in walk(batch))
+        held = getattr(drawn, "held", None)
+        if held == drawn:
+            return drawn
+        parts = [*walk(batch)]
+        graphs = [part.num_graphs for part in parts if isinstance(getattr(part, "num_graphs", None), int)]
+        held = graphs[0] if graphs else held
+        is_list = any(isinstance(part, list | tuple) and len(part) == drawn for part in parts)
         kept = held or (drawn if is_list else self.count(batch))
-        shapes = [array.shape for array in _arrays(batch)]
+        shapes = [array.shape for array in _arrays_of(parts)]
         if kept is None:  # flat arrays, such as the boxes of all samples, have more rows
             return drawn if max((max(shape, default=0) for shape in shapes), default=math.inf) >= drawn else None
         if held is None and kept < drawn in max(shapes, key=math.prod, default=()):

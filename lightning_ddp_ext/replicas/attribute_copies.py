@@ -45,18 +45,18 @@ def _is_torchs(function: Any) -> bool:
     return _is_function(function) and str(function.__globals__.get("__name__")).startswith("torch.")
 
 
-def walk(value: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:
+def walk_references(value: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:
     """Yield an object and those that it holds, at any depth; `path` keeps circles from being followed."""
     yield value
     if id(value) not in path:
         for held in _held_by(value):
-            yield from walk(held, (*path, id(value)))
+            yield from walk_references(held, (*path, id(value)))
 
 
 def find_hiding_function(value: Any, is_own: Callable[[Any], bool]) -> types.FunctionType | None:
     """Return a function that holds an object of which each replica has its own, in a closure or a default."""
-    for function in filter(_is_function, walk(value)):
-        if not _is_torchs(function) and any(map(is_own, walk(function))):
+    for function in filter(_is_function, walk_references(value)):
+        if not _is_torchs(function) and any(map(is_own, walk_references(function))):
             return function  # type: ignore[no-any-return]
     return None
 
@@ -141,9 +141,9 @@ class References:
         return isinstance(value, Tensor) and value.device == self._home and self._device != self._home
 
     def _holds_own(self, value: Any) -> bool:
-        return any(self.find(one) is not None or self._moves(one) for one in walk(value))
+        return any(self.find(one) is not None or self._moves(one) for one in walk_references(value))
 
     def is_data(self, value: Any) -> bool:
         """Return True for a list, and for containers of more than 1,000 entries, of which no entry is replaced."""
-        is_long = type(value) is list or len([*islice(walk(value), _MAX_LENGTH + 1)]) > _MAX_LENGTH
+        is_long = type(value) is list or len([*islice(walk_references(value), _MAX_LENGTH + 1)]) > _MAX_LENGTH
         return is_long and not self._holds_own(value)

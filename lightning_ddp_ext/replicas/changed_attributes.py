@@ -13,7 +13,7 @@ from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, ar
 from lightning_ddp_ext._lightning import rank_zero_warn
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.replicas.attribute_copies import COPIED, find_hiding_function, walk
+from lightning_ddp_ext.replicas.attribute_copies import COPIED, find_hiding_function, walk_references
 from lightning_ddp_ext.replicas.replica import SHARED, AttributePlace, Replicas
 
 _MISSING = object()
@@ -131,7 +131,10 @@ class AttributeMirror:
 
     def _read_containers(self) -> list[list[list[Any]]]:
         """Return the entries of each container that each replica has been given."""
-        return [[[*walk(pushed[position].get(name))] for position, name in self._containers] for pushed in self._pushed]
+        return [
+            [[*walk_references(pushed[position].get(name))] for position, name in self._containers]
+            for pushed in self._pushed
+        ]
 
     def _changed_places(self) -> set[AttributePlace]:
         changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}

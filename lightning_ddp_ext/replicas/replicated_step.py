@@ -18,7 +18,7 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
-from lightning_ddp_ext.replicas.attribute_copies import walk as walk_references
+from lightning_ddp_ext.replicas.attribute_copies import walk_references
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.changed_attributes import AttributeMirror
 from lightning_ddp_ext.replicas.metrics import LogReplay, MetricMerger

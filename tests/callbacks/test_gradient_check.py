@@ -29,8 +29,8 @@ from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.callbacks.gradient_check import GradientComparison
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
-from tests.parity import CLASSES, FEATURES, quiet_trainer
 from tests.support.processes import run_processes
+from tests.support.training import CLASSES, FEATURES, quiet_trainer
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}  # as torchrun does
 SURPRISE, EXACT, EXACT_IN_FLOAT32 = 0.02, 1e-14, 1e-6

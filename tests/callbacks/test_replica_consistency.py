@@ -23,8 +23,8 @@ from lightning_ddp_ext.callbacks import ReplicaConsistency, replica_consistency
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.distributed.exchange import gather_objects
 from lightning_ddp_ext.errors import ReplicaMismatchError
-from tests.parity import CLASSES, FEATURES, Classifier, batches, dataset, quiet_trainer
 from tests.support.processes import run_processes
+from tests.support.training import CLASSES, FEATURES, Classifier, batches, dataset, quiet_trainer
 
 pytestmark = pytest.mark.timeout(300)
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}  # as torchrun does

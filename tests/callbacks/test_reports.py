@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
 from lightning_ddp_ext.callbacks.reports import RankRecord
-from tests.parity import Classifier, dataset, quiet_trainer
 from tests.support.devices import accelerator
 from tests.support.processes import run_processes
+from tests.support.training import Classifier, dataset, quiet_trainer
 
 
 def fit(strategy, devices, report, **options):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
-from tests import parity
 from tests.strategies.toolkit import digest_of
+from tests.support import training
 from tests.support.processes import run_processes
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
@@ -100,7 +100,7 @@ def train_here(task, batches, strategy, count):
     options = {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [own] if own else [], **task.trainer}
     if task.plugins is not None:
         options |= {"plugins": task.plugins(), "precision": None}
-    trained = parity.train(module, strategy, count, loader=DataLoader(list(batches), batch_size=None), **options)
+    trained = training.train(module, strategy, count, loader=DataLoader(list(batches), batch_size=None), **options)
     parameters = torch.cat([parameter.flatten() for parameter in trained.parameters])
     digest, found = digest_of(module, *trained.trainer.optimizers), getattr(own, "found", None)
     return Ended(trained.gradients.before_step, parameters, digest, backend[0], found)

@@ -23,7 +23,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext.loaders.prefetching import Prefetcher
 from lightning_ddp_ext.loaders.step_loader import EvenSource, StepLoader
-from tests.parity import quiet_trainer
+from tests.support.training import quiet_trainer
 
 STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]
 CPU = torch.device("cpu")

@@ -1,7 +1,5 @@
 """The columns of the table: a strategy under the Trainer or under Fabric, and how it trains a row."""
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -233,31 +231,3 @@ COLUMNS = {
     "fabric ddp_join": Column(for_fabric.DDPJoinStrategy, is_fabric=True),
     "fabric ddp_checkpoint": Column(for_fabric.DDPCheckpointStrategy, is_even=True, is_fabric=True),
 }
-
-
-def train_row(column: str, name: str, is_wrong: bool = False, folder: str = "") -> Run:
-    """Train a row under a column on this rank."""
-    from tests.parity.rows import ROWS
-
-    return with_dtype_kept(COLUMNS[column].train, ROWS[name], is_wrong)
-
-
-@functools.cache
-def train_alone(column: str, name: str) -> Run:
-    """Train a row in one process on the batches of all ranks."""
-    from tests.parity.rows import ROWS
-
-    return with_dtype_kept(COLUMNS[column].alone, ROWS[name])
-
-
-def with_dtype_kept(train: Callable[..., Run], row: Row, *args: Any) -> Run:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        seed_everything(0, verbose=False)
-        dtype = torch.get_default_dtype()
-        try:
-            run = train(row, *args)
-            run.warned = [str(one.message) for one in caught]
-            return run
-        finally:
-            torch.set_default_dtype(dtype)

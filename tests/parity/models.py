@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from tests.parity import CLASSES, FEATURES
 from tests.strategies.toolkit import RANK, Adversaries, Classifier, Fused, Noisy, Polyak
+from tests.support.training import CLASSES, FEATURES
 
 
 class Layers(Classifier):

@@ -1,13 +1,16 @@
 """The rows of the table: each trains as one process on the batches of all ranks, or is refused."""
 
+import functools
 import importlib.util
 import random
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import callbacks
+from lightning.pytorch import callbacks, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -16,10 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import ClassWeights, TokenCount
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from tests.parity import CachesMask, models, normalised_network
-from tests.parity.columns import POOL, UNEVEN, Row, pairs
+from tests.parity import models
+from tests.parity.columns import COLUMNS, POOL, UNEVEN, Row, Run, pairs
 from tests.parity.models import CHANGES, CLASS_WEIGHTS, Language, Layers, texts
 from tests.strategies.toolkit import RANK, Adversaries, Classifier, Fused, Polyak
+from tests.support.training import CachesMask, normalised_network
 
 TRAINER = ("balanced_dp", "balanced_ddp", "ddp_join", "ddp_checkpoint")
 OF_RANKS = TRAINER[1:]
@@ -330,3 +334,27 @@ def draw(seed: int) -> Row:
 
 DRAWN = {f"drawn {seed}": draw(seed) for seed in range(8)}
 ROWS = {**EXACT, **IDENTICAL, **REFUSED, **DRAWN}
+
+
+def train_row(column: str, name: str, is_wrong: bool = False, folder: str = "") -> Run:
+    """Train a row under a column on this rank."""
+    return with_dtype_kept(COLUMNS[column].train, ROWS[name], is_wrong)
+
+
+@functools.cache
+def train_alone(column: str, name: str) -> Run:
+    """Train a row in one process on the batches of all ranks."""
+    return with_dtype_kept(COLUMNS[column].alone, ROWS[name])
+
+
+def with_dtype_kept(train: Callable[..., Run], row: Row, *args: Any) -> Run:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seed_everything(0, verbose=False)
+        dtype = torch.get_default_dtype()
+        try:
+            run = train(row, *args)
+            run.warned = [str(one.message) for one in caught]
+            return run
+        finally:
+            torch.set_default_dtype(dtype)

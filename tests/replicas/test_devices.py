@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext._compat.torch import recompile_limit_of
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.replicas.replica import Replicas
-from tests.parity import FEATURES, balanced, dataset, quiet_trainer, seeded
+from tests.support.training import FEATURES, balanced, dataset, quiet_trainer, seeded
 
 virtual_accelerator = pytest.importorskip("tests.virtual_accelerator")
 

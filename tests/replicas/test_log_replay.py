@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.parity import Classifier, StepValues, balanced, batches, quiet_trainer, seeded
+from tests.support.training import Classifier, StepValues, balanced, batches, quiet_trainer, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:You called `self.log\(.*but the value needs to be floating"),

@@ -16,7 +16,7 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from tests.parity import CLASSES, Classifier, StepValues, balanced, batches, quiet_trainer, seeded, train
+from tests.support.training import CLASSES, Classifier, StepValues, balanced, batches, quiet_trainer, seeded, train
 
 
 class OwnMetric(torchmetrics.Metric):

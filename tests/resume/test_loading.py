@@ -26,8 +26,8 @@ from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.fabric import DDPJoinStrategy
 from lightning_ddp_ext.resume.checkpoint import AtomicCheckpointIO
 from lightning_ddp_ext.resume.loading import TAKES_WEIGHTS_ONLY, check_checkpoint
-from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
+from tests.support.training import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),

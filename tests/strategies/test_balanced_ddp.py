@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.steps import balancer
 from lightning_ddp_ext.strategies import balanced_ddp
-from tests.parity import normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
     RANK,
@@ -28,6 +27,7 @@ from tests.strategies.toolkit import (
     samples,
     values_of,
 )
+from tests.support.training import normalised_network, quiet_trainer
 
 EPOCHS = 2
 SPEEDS = (1, 3, 4)  # of three ranks, in samples per unit of time

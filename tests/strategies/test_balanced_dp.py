@@ -11,8 +11,17 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_ddp_ext
 from lightning_ddp_ext import BalancedDataParallelStrategy, UnsupportedFeatureError
-from tests.parity import Classifier, balanced, batches, dataset, quiet_trainer, relative_difference, seeded, train
 from tests.support.devices import device, devices
+from tests.support.training import (
+    Classifier,
+    balanced,
+    batches,
+    dataset,
+    quiet_trainer,
+    relative_difference,
+    seeded,
+    train,
+)
 
 
 @pytest.mark.parametrize(

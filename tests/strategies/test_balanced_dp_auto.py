@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.replicas.workers import current_replica
-from tests.parity import Classifier, assert_same_training, balanced, dataset, quiet_trainer, seeded, train
+from tests.support.training import Classifier, assert_same_training, balanced, dataset, quiet_trainer, seeded, train
 
 
 class Slowed(Classifier):

@@ -7,7 +7,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BatchSplitError
-from tests.parity import (
+from tests.strategies.toolkit import Stream
+from tests.support.training import (
     Classifier,
     Evaluated,
     balanced,
@@ -16,7 +17,6 @@ from tests.parity import (
     dataset,
     train,
 )
-from tests.strategies.toolkit import Stream
 
 
 class Pairs:

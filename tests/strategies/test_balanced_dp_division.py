@@ -9,7 +9,7 @@ from lightning_ddp_ext._devices import peak_memory
 from lightning_ddp_ext.batches import balance_controller
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BatchDivision
-from tests.parity import Classifier, balanced, batches, train
+from tests.support.training import Classifier, balanced, batches, train
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from tests.parity import (
+from tests.support.devices import accelerator, virtual_devices_lack
+from tests.support.training import (
     SPLITS,
     Classifier,
     Evaluated,
@@ -25,7 +26,6 @@ from tests.parity import (
     seeded,
     train,
 )
-from tests.support.devices import accelerator, virtual_devices_lack
 
 
 @cache

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_ext import UnsupportedFeatureError
 from lightning_ddp_ext._compat.torch import recompile_limit, recompile_limit_of
 from lightning_ddp_ext.replicas.workers import current_replica
-from tests.parity import (
+from tests.support.devices import device
+from tests.support.training import (
     CLASSES,
     FEATURES,
     CachesMask,
@@ -37,7 +38,6 @@ from tests.parity import (
     seeded,
     train,
 )
-from tests.support.devices import device
 
 
 class WithBackbone(Classifier):

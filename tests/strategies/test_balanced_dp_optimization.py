@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_ddp_ext import UnsupportedFeatureError
-from tests.parity import Classifier, balanced, compare, relative_difference, seeded, train
+from tests.support.training import Classifier, balanced, compare, relative_difference, seeded, train
 
 
 class Overriding(Classifier):

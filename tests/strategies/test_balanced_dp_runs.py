@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity import (
+from tests.support.training import (
     Classifier,
     Evaluated,
     assert_same_training,

@@ -24,7 +24,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.steps.stall_watch import StallWatch
-from tests.parity import quiet_trainer
+from tests.support.training import quiet_trainer
 
 STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]
 UNUSED = ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"]

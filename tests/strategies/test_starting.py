@@ -26,9 +26,9 @@ from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoi
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import BackendError, UnsupportedFeatureError
 from lightning_ddp_ext.strategies.connected import ConnectedDDPStrategy, ConnectedFSDPStrategy
-from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
 from tests.support.programs import UNLAUNCHED
+from tests.support.training import quiet_trainer
 
 OURS = [DDPCheckpointStrategy, DDPJoinStrategy]
 MISSING_GUARD = RuntimeError("Launching multiple processes with the 'spawn' start method requires that your script")

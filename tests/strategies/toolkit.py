@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
-from tests import parity
-from tests.parity import CLASSES, FEATURES, quiet_trainer
+from tests.support import training
 from tests.support.processes import run_processes
+from tests.support.training import CLASSES, FEATURES, quiet_trainer
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 STRATEGIES: dict[str, Callable[..., Any]] = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
@@ -52,7 +52,7 @@ def loader(*counts: int, stream: bool = False) -> DataLoader:
 # ---------------------------------------------------------------- models
 
 
-class Classifier(parity.Classifier):
+class Classifier(training.Classifier):
     """Logs the loss of all ranks; batches are features, labels and indices."""
 
     def __init__(

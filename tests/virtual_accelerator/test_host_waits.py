@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests import virtual_accelerator
-from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
+from tests.support.training import quiet_trainer
 
 # Most host waits, copies and bytes of a step, without and with `self.log`. The first active rank of an uneven step
 # waits to see whether the step has changed parameters, and for a value logged without `sync_dist`.

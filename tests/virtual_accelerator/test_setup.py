@@ -6,7 +6,8 @@ from torch import nn
 
 from tests import virtual_accelerator
 from tests.conftest import skip
-from tests.parity import (
+from tests.support.processes import run_processes
+from tests.support.training import (
     Classifier,
     Trained,
     balanced,
@@ -16,7 +17,6 @@ from tests.parity import (
     relative_difference,
     seeded,
 )
-from tests.support.processes import run_processes
 from tests.virtual_accelerator import build
 
 
