@@ -121,7 +121,7 @@ class AccumulationWindow:
             self.is_postponed = outer
 
 
-class StepWeights:
+class BatchWeights:
     """The weight of a batch of the Trainer in the gradient and in the logged means, and its accumulation window."""
 
     def __init__(self, rule: WeightRule, samples: BatchSamples, rank: int, counts: bool, is_automatic: bool) -> None:
@@ -192,7 +192,7 @@ class CommunicationWatch:
         self._communicates = False  # `training_step` has issued collectives that combine values of ranks
         self._warn = WarnOnce()
 
-    def watch(self, epoch: int, weights: StepWeights, own: dist.ProcessGroup) -> AbstractContextManager[None]:
+    def watch(self, epoch: int, weights: BatchWeights, own: dist.ProcessGroup) -> AbstractContextManager[None]:
         """Note collectives in a block, except in the group `own`.
 
         Only in the first step of an epoch, because replacing collectives takes time, and if samples are the weights.

@@ -96,7 +96,7 @@ class GradientCheck(Callback):
         self.records: list[GradientRecord] = []
         self.reason: str | None = None
         self._batch = 0
-        self._step: _StepCopy | None = None
+        self._step: _BatchReplay | None = None
         self._has_ended = False
 
     @override
@@ -108,7 +108,7 @@ class GradientCheck(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._has_ended:
-            self._step = _StepCopy(trainer, pl_module, batch, batch_idx)
+            self._step = _BatchReplay(trainer, pl_module, batch, batch_idx)
 
     # After the step, so that an error of the step is raised by training itself, and the weights of the parts are known.
     @override
@@ -199,7 +199,7 @@ def _check_run(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
-class _StepCopy:
+class _BatchReplay:
     """Copy of a batch and of the module before the batch, on which the training step can run again."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -319,7 +319,7 @@ def _refuse_collective(*_: Any, **__: Any) -> Any:
     raise _ImpossibleError("`training_step` communicates between ranks, which the whole batch on one rank cannot do")
 
 
-def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
+def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _BatchReplay, batch: int) -> GradientRecord | None:
     """Compare the chunks of `balanced_dp` on the first device; return None for fewer than two chunks."""
     record, chunks, whole = strategy.last_batch, strategy.cut(step.batch), step.batch
     weighted = {index: weight for index, weight in enumerate(record.weights) if weight}
@@ -332,7 +332,7 @@ def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, bat
     return GradientComparison(vectors).record(batch, [*weighted.values()], sizes, strategy.weight_by, step)
 
 
-def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
+def _compare_ranks(strategy: ExplicitDDPStrategy, step: _BatchReplay, batch: int) -> GradientRecord | None:
     """Compare the batches of the ranks, alike on every rank; return None if fewer than two have a weight."""
     assert strategy.reducer is not None
     group, weight, rank = strategy.reducer.process_group, strategy.batch_weight, strategy.global_rank
@@ -395,7 +395,7 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 def _find_remedy(
-    comparison: "GradientComparison", sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
+    comparison: "GradientComparison", sizes: Sequence[float | None], weight_by: WeightBy, step: _BatchReplay
 ) -> str:
     """Return the remedy for the cause that the best weights of the parts point at."""
     tolerance, fitted = step.tolerance, comparison.fitted
@@ -463,7 +463,7 @@ class GradientComparison:
             self.fitted = fit.solution.squeeze(1).tolist() if fit.rank == len(parts) else None
 
     def record(
-        self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
+        self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _BatchReplay
     ) -> GradientRecord:
         """Return the record of parts with these weights and numbers of samples."""
         names, parameters = zip(*step.module.named_parameters(), strict=True)

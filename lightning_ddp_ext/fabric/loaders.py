@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader, StepParticipation, StepSource
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, Participation, StepLoader, StepSource
 from lightning_ddp_ext.resume.rng_state import FetchRecord, ResumableRng
 
 EPOCH, USED, RNG = "epoch", "used", "rng"
@@ -21,7 +21,7 @@ class LoopBatch:
 
     weight: float | None = None  # on this rank; None if it is unknown
     problem: Exception | None = None  # why the weight is unknown, an error once it is needed
-    participation: StepParticipation | None = None  # None if every rank has a batch
+    participation: Participation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/share_table.py`, if ranks share the batch
     number: int = 0  # of batches that the loader has given
     is_new: bool = False  # since the last backward pass

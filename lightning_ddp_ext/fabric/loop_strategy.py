@@ -24,14 +24,14 @@ from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFea
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import RNG, FabricLoader, LoopBatch
 from lightning_ddp_ext.loaders.samplers import disable_sampler_padding
-from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepParticipation, StepSource
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, Participation, StepSource
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.loading import check_checkpoint, unreadable
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import GradientDriver
 from lightning_ddp_ext.steps.metric_states import synchronize_states
-from lightning_ddp_ext.steps.step_guard import StepGuard
+from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from lightning_ddp_ext.strategies.gradient_options import GradientOptionsMixin
 
@@ -124,7 +124,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
         self.cpu_group = self._reducer.process_group
-        guard = StepGuard(
+        guard = OptimizerGuard(
             self.global_rank,
             self._reducer,
             together.named_parameters,
@@ -228,7 +228,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
         batch.weight, batch.problem, batch.has_given_weight, batch.is_reweighted = weight, None, True, True
 
     @property
-    def _participation(self) -> StepParticipation | None:
+    def _participation(self) -> Participation | None:
         return self._batches[-1].participation
 
     def _new_batches(self) -> list[LoopBatch]:
@@ -243,7 +243,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
     # ------------------------------------------------------------ gradients
 
     @override
-    @allows_other_backward_passes  # `StepGuard` notices `loss.backward`
+    @allows_other_backward_passes  # `OptimizerGuard` notices `loss.backward`
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         gradient = self._gradient
         if gradient is None:

@@ -21,8 +21,8 @@ from lightning_ddp_ext.loaders.counting import CountedBatches, Fetched
 from lightning_ddp_ext.loaders.step_loader import (
     UNLIMITED,
     FetchedBatch,
+    Participation,
     StepLoader,
-    StepParticipation,
     Steps,
     StepSource,
     combine_part,
@@ -139,7 +139,7 @@ class HasNextBatch:
             step += 1
 
 
-class StepMaker:
+class StandInMaker:
     """Makes the steps of all ranks: a step has the ranks that have a batch, and a stand-in for every other rank.
 
     A stand-in is a copy of a batch of this rank, so that hooks see a batch of the right form. A rank that never had a
@@ -151,7 +151,7 @@ class StepMaker:
         self._group = group
         self.rank = dist.get_rank(group)
         self._present: Sequence[int] = ()
-        self._participation: StepParticipation | None = None
+        self._participation: Participation | None = None
 
     def make(
         self, present: Sequence[int], batch: Any, samples: float | None, keeps: bool = False
@@ -165,7 +165,7 @@ class StepMaker:
         if self._participation is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
-            self._participation = StepParticipation(active, not present[self.rank], not all(present))
+            self._participation = Participation(active, not present[self.rank], not all(present))
             if self._participation.is_uneven and self._share_stand_in(active[0], batch):
                 keeps = True
         if self._participation.is_shadow:
@@ -211,7 +211,7 @@ class StepMaker:
 class LockstepBatches:
     """Yields the batches of this rank, and stand-ins for them as long as other ranks have batches.
 
-    The stand-in is this rank's last batch, see `StepMaker`. Unless `lengths` are known on every rank and exact, ranks
+    The stand-in is this rank's last batch, see `StandInMaker`. Unless `lengths` are known and exact on all ranks, ranks
     agree one batch ahead whether there is another step, see `HasNextBatch`.
 
     `dropped` is the number of batches of each rank that `uneven_inputs="stop"` drops; without lengths it is known after
@@ -229,7 +229,7 @@ class LockstepBatches:
     def __post_init__(self) -> None:
         self._batches = iter(self.batches)
         self._rank = dist.get_rank(self.group)
-        self._maker = StepMaker(self.group)
+        self._maker = StandInMaker(self.group)
         self.steps: int | None = None  # if known
         self.dropped: list[int] = []
         if self.lengths is not None:

@@ -19,7 +19,7 @@ UNLIMITED = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class StepParticipation:
+class Participation:
     """The ranks that have a batch in a step."""
 
     active: tuple[int, ...]  # in ascending order
@@ -31,7 +31,7 @@ class FetchedBatch(NamedTuple):
     """The samples of a batch, and the ranks that have a batch in its step."""
 
     samples: float | None  # None if they cannot be counted
-    participation: StepParticipation | None = None  # None if every rank has a batch
+    participation: Participation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/share_table.py`, if ranks share the batch
     position: tuple[int, int] = (0, 0)  # index of the batch and of its loader
     is_stand_in: bool = False  # hooks see a copy of this batch in this or later shadow steps

@@ -37,8 +37,7 @@ def restore_rng_state(state: dict[str, Any], device: torch.device | None = None)
     """Restore the result of `capture_rng_state` for the same kind of device."""
     kind, keys, *more = state["numpy"]
     random.setstate(state["python"])
-    # Checkpoints of earlier versions have numbers instead of bytes.
-    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32) if isinstance(keys, bytes) else keys, *more))
+    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *more))
     for one in _devices(device):
         set_rng_state(_from_bytes(state[one.type]), one)
 
@@ -403,8 +402,6 @@ def gather_states(state: Mapping[str, Any], group: dist.ProcessGroup | None = No
     return [kept.setdefault(_bytes_of(row), row.clone()) for row in rows]
 
 
-def load_state(saved: Any) -> Any:
-    """Return the state of one rank from a checkpoint; earlier versions saved it uncompressed."""
-    if not isinstance(saved, Tensor):
-        return saved
+def load_state(saved: Tensor) -> Any:
+    """Return the state of one rank from an entry of `gather_states`."""
     return unpack(_from_bytes(zlib.decompress(_bytes_of(saved))))[0]

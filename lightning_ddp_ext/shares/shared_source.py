@@ -18,7 +18,7 @@ from lightning_ddp_ext.batches.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, StepMaker
+from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch, StandInMaker
 from lightning_ddp_ext.loaders.predictions import Finished, compare_finished, none_finished
 from lightning_ddp_ext.loaders.step_loader import (
     UNLIMITED,
@@ -253,7 +253,7 @@ class SharedSource(StepSource):
             done = self._finished(dataloader_idx, 0)
             first = skip + len(done)  # no training has finished predictions
             taken = self._take(loader, part, steps, first, done)
-            maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
+            maker = StandInMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
             has_next_batch = self._has_next_batch or HasNextBatch(self._group)
             made = share_steps(maker, taken, part, has_next_batch, first)
             for batch_idx, (batch, fetched) in enumerate(made, first):
@@ -305,7 +305,7 @@ def _sampler_rngs(loader: StepLoader) -> list[LoaderRng]:
 
 
 def share_steps(
-    maker: StepMaker, fetched: Iterator[Taken], loaders: Sequence[SharedLoader], has_next: HasNextBatch, first: int
+    maker: StandInMaker, fetched: Iterator[Taken], loaders: Sequence[SharedLoader], has_next: HasNextBatch, first: int
 ) -> Iterator[tuple[Any, FetchedBatch]]:
     """Yield the steps on this rank's shares of the batches of loaders, or on stand-ins, from the step `first` on.
 

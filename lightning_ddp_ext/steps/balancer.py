@@ -19,7 +19,7 @@ _MOST_UNREAD = 100  # steps
 
 
 @dataclass(slots=True)
-class TimedStep:
+class RankTimes:
     """The batches between two synchronisations of gradients, one unless gradients are accumulated."""
 
     batches: list[SharedBatch] = field(default_factory=list)
@@ -51,11 +51,11 @@ class ShareBalancer:
         self._counted: SharedBatch | None = None  # the last batch that is part of a step
         self._timer: Timer | None = None  # while this rank computes
         self._interrupted: list[Timer] = []  # of the current batch, before loops over other loaders
-        self._step = TimedStep()
+        self._step = RankTimes()
         self._batches: list[SharedBatch] = []  # of the step that is being synchronised
         self._unsent: deque[tuple[int, list[Timer]]] = deque()
-        self._unread: dict[int, TimedStep] = {}  # by number, from 1
-        self._read: deque[TimedStep] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
+        self._unread: dict[int, RankTimes] = {}  # by number, from 1
+        self._read: deque[RankTimes] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
         self._number = 0
         self.shared: SharedBatch | None = None  # the current batch of training
         self._peaks = PeakMemory() if self.controller is not None and watches_memory else None
@@ -135,7 +135,7 @@ class ShareBalancer:
     def end_step(self) -> None:
         """End the step, the same one on all ranks."""
         self.stop()
-        step, self._step = self._step, TimedStep()
+        step, self._step = self._step, RankTimes()
         if not step.batches:
             return
         self._number += 1
@@ -196,7 +196,7 @@ class ShareBalancer:
             known = ", ".join(f"{limit} on rank {rank}" for rank, limit in enumerate(limits) if limit is not None)
             self._change(controller, table, f"samples that fit into the memory: {known}")
 
-    def _decide(self, step: TimedStep) -> None:
+    def _decide(self, step: RankTimes) -> None:
         """Let the controller decide by the times of a step."""
         controller, first = self.controller, step.batches[0]
         # A step without a measurement on every rank says nothing.
@@ -217,7 +217,7 @@ class ShareBalancer:
         for own in self._tables if changes else ():
             own.change(own.begun + lead, controller.shares, controller.limits)
 
-    def take_timed(self) -> list[TimedStep]:
+    def take_timed(self) -> list[RankTimes]:
         """Return and forget the steps whose times have arrived from all ranks."""
         timed = list(self._read)
         self._read.clear()

@@ -14,18 +14,18 @@ from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._lightning import STEP_OUTPUT, LightningModule, Trainer, move_data_to_device
 from lightning_ddp_ext.batches.sample_counts import BatchSamples
-from lightning_ddp_ext.batches.weights import AccumulationWindow, CommunicationWatch, StepWeights
+from lightning_ddp_ext.batches.weights import AccumulationWindow, BatchWeights, CommunicationWatch
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
 from lightning_ddp_ext.loaders.predictions import Predictions
-from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepParticipation
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, Participation
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.steps.active_collectives import ActiveRankCollectives
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.logged_values import LoggedValues
-from lightning_ddp_ext.steps.step_guard import StepGuard
+from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
 from lightning_ddp_ext.steps.step_mirror import StepBroadcast, StepMirror
 
 _PASSES = 2**20  # more than a batch has synchronised backward passes; positions of 2 ** 33 batches fit into float64
@@ -37,7 +37,7 @@ class GradientDriver:
     """Synchronises gradients, and with them the fields of the control message."""
 
     def __init__(
-        self, reducer: GradientReducer, window: AccumulationWindow, guard: StepGuard, balance: ShareBalancer | None
+        self, reducer: GradientReducer, window: AccumulationWindow, guard: OptimizerGuard, balance: ShareBalancer | None
     ) -> None:
         self.reducer = reducer
         self.window = window
@@ -122,7 +122,7 @@ class StepDriver:
         samples: BatchSamples,
         agrees: bool,
         timeout: timedelta | None,
-        weights: StepWeights | None = None,
+        weights: BatchWeights | None = None,
         gradient: GradientDriver | None = None,
         balance: ShareBalancer | None = None,
     ) -> None:
@@ -134,7 +134,7 @@ class StepDriver:
         self._module: LightningModule = trainer.lightning_module
         self._samples = samples
         self._agrees = agrees
-        self._all = StepParticipation(tuple(range(trainer.world_size)), is_shadow=False, is_uneven=False)
+        self._all = Participation(tuple(range(trainer.world_size)), is_shadow=False, is_uneven=False)
         self.participation = self._all  # in the current batch, and of all ranks outside of batches
         control = None if gradient is None else gradient.reducer.control
         self._owned_group = own_group(timeout) if gradient is None and agrees else None

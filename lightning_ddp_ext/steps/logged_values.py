@@ -23,7 +23,7 @@ from lightning_ddp_ext._lightning import LightningModule, Trainer
 from lightning_ddp_ext.batches.sample_counts import sums_and_means
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.loaders.step_loader import StepParticipation
+from lightning_ddp_ext.loaders.step_loader import Participation
 from lightning_ddp_ext.reducer.control import ControlField
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user
@@ -43,7 +43,7 @@ class LoggedValues:
         self._group = group
         self._agrees = agrees
         self._keys = keys
-        self._participation: StepParticipation | None = None  # None outside of batches, and if every rank has one
+        self._participation: Participation | None = None  # None outside of batches, and if every rank has one
         self._in_step = False
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # records of this step by key
@@ -51,7 +51,7 @@ class LoggedValues:
         self._adopted: set[str] = set()  # keys of this epoch that only other ranks have logged
         self._begins_evaluation = True  # ranks compare keys after the first batch, then only when there are keys
 
-    def begin(self, participation: StepParticipation | None = None) -> None:
+    def begin(self, participation: Participation | None = None) -> None:
         """Begin a step, or the time between two steps, in which all ranks take part."""
         self._participation = participation if participation is not None and participation.is_uneven else None
         self._logged.clear()

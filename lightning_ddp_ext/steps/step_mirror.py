@@ -26,7 +26,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.reducer.buckets import overwrite
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.steps.logged_values import LoggedValues
-from lightning_ddp_ext.steps.step_guard import StepGuard
+from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
 
 _CODE = (type, FunctionType, BuiltinFunctionType, partial)  # the same on every rank
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
@@ -56,7 +56,7 @@ class StepBroadcast:
         if self._rank == active[0] and self.mirror is not None:
             self.mirror.remember()
 
-    def send(self, active: Sequence[int], guard: StepGuard | None, has_ended: bool) -> None:
+    def send(self, active: Sequence[int], guard: OptimizerGuard | None, has_ended: bool) -> None:
         """Send the effects of a step that `has_ended`, else announce a backward pass. Call on each active rank.
 
         `guard` is given in training.
@@ -71,7 +71,7 @@ class StepBroadcast:
         changes = {} if guard is None or self.mirror is None or not has_ended else self.mirror.changes()
         broadcast_bytes(torch.cat([data, pack_effects(changes)]) if changes else data, self._group, active[0])
 
-    def receive(self, active: Sequence[int], guard: StepGuard | None = None) -> bool:
+    def receive(self, active: Sequence[int], guard: OptimizerGuard | None = None) -> bool:
         """Receive on a joined rank what `send` sends; take over the effects of a step and return True if it ended."""
         text, _, changes = broadcast_bytes(None, self._group, active[0]).cpu().numpy().tobytes().partition(_END)
         message = json.loads(text)

@@ -17,7 +17,7 @@ from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.share_table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
-from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep, has_own_memory
+from lightning_ddp_ext.steps.balancer import RankTimes, ShareBalancer, has_own_memory
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 
 
@@ -92,7 +92,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         super()._configure_launcher()
         self._rule.check_number(self.num_nodes * self.num_processes, "rank")
 
-    def take_timed_steps(self) -> list[TimedStep]:
+    def take_timed_steps(self) -> list[RankTimes]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
         return [] if self.driver is None or self.driver.balance is None else self.driver.balance.take_timed()
 

@@ -45,7 +45,7 @@ from lightning_ddp_ext._lightning import (
 from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.weights import StepWeights, WeightBy
+from lightning_ddp_ext.batches.weights import BatchWeights, WeightBy
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -60,8 +60,8 @@ from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_position
 from lightning_ddp_ext.steps.metric_states import synchronize_states
-from lightning_ddp_ext.steps.stall_watch import StallWatch
-from lightning_ddp_ext.steps.step_guard import StepGuard
+from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
+from lightning_ddp_ext.steps.trainer_watchdog import TrainerWatchdog
 from lightning_ddp_ext.strategies.connected import ConnectedStrategy
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from lightning_ddp_ext.strategies.gradient_options import GradientOptionsMixin
@@ -159,7 +159,7 @@ class ExplicitDDPStrategy(
             "model_averaging_period": model_averaging_period,
         }  # fmt: skip
         check_objects(**objects)
-        self._watch = StallWatch(stall_timeout)
+        self._watch = TrainerWatchdog(stall_timeout)
         super().__init__(
             **objects, ddp_comm_state=ddp_comm_state, process_group_backend=process_group_backend, timeout=timeout,
             init_method=init_method, network_interface=network_interface, start_method=start_method,
@@ -363,8 +363,8 @@ class ExplicitDDPStrategy(
             # A step that fetches batches itself gives each the weight 1.
             counts = not takes_dataloader_iter(self.module, "training_step")
             is_automatic = self.module.automatic_optimization
-            weights = StepWeights(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
-            guard = StepGuard(
+            weights = BatchWeights(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
+            guard = OptimizerGuard(
                 self.global_rank,
                 reducer,
                 self.module.named_parameters,

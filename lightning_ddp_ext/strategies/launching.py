@@ -13,10 +13,10 @@ from lightning_ddp_ext._compat.lightning import keep_predictions, start_method_o
 from lightning_ddp_ext._lightning import Callback, ParallelStrategy, TrainerFn, rank_zero_warn
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
-from lightning_ddp_ext.steps.stall_watch import StallWatch
+from lightning_ddp_ext.steps.trainer_watchdog import TrainerWatchdog
 
 
-def run_on_rank(strategy: ParallelStrategy, watch: StallWatch, run: Callable[[], Any]) -> Any:
+def run_on_rank(strategy: ParallelStrategy, watch: TrainerWatchdog, run: Callable[[], Any]) -> Any:
     """Run a function of the Trainer on this rank; predictions for the process that has started it are a file."""
     is_started = start_method_of(strategy) != "popen"
     if is_started:

@@ -10,17 +10,19 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._compat.torch import cloned_store
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
-from lightning_ddp_ext.steps import stall_watch
+from lightning_ddp_ext.steps import trainer_watchdog
 from tests import virtual_accelerator
 from tests.support.processes import run_processes
 
 
 def test_the_device_of_a_rank_is_asked(virtual_devices, group, monkeypatch):
     made = []
-    monkeypatch.setattr(stall_watch, "RunWatch", lambda *args: made.append(args[-1]) or SimpleNamespace(start=list))
+    monkeypatch.setattr(
+        trainer_watchdog, "RunWatch", lambda *args: made.append(args[-1]) or SimpleNamespace(start=list)
+    )
     for device in (virtual_devices[1], torch.device("cpu")):
         trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=device))
-        stall_watch.StallWatch(60.0).start(trainer)
+        trainer_watchdog.TrainerWatchdog(60.0).start(trainer)
     synchronize, of_cpu = made
     synchronize()
     assert virtual_accelerator.counts()["host waits"] == 1

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext.batches.sample_counts import BatchSamples
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.loaders.step_loader import StepParticipation
+from lightning_ddp_ext.loaders.step_loader import Participation
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.steps.logged_values import LoggedValues
 from tests.support.fake_group import run_ranks
@@ -42,7 +42,7 @@ class Rank:
 
     def begin(self, active):
         world_size = self.group.barrier.parties
-        self.values.begin(StepParticipation(active, self.group.rank not in active, len(active) < world_size))
+        self.values.begin(Participation(active, self.group.rank not in active, len(active) < world_size))
 
     def log(self, hook, name, value, operation="mean", sync_dist=True, on_step=True):
         self.results.log(

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from lightning_ddp_ext.batches.sample_counts import BatchSamples, sums_and_means
-from lightning_ddp_ext.batches.weights import AccumulationWindow, StepWeights, WeightRule
+from lightning_ddp_ext.batches.weights import AccumulationWindow, BatchWeights, WeightRule
 from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.reducer.control import ControlField
-from lightning_ddp_ext.steps.step_guard import StepGuard
+from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
 
 GRADIENTS = [1.0, 4.0, 9.0]  # of the losses of micro-batches
 
 
 def make_weights(weight_by=lambda weight: weight, is_automatic=True):
-    return StepWeights(WeightRule(weight_by, print), BatchSamples(0), 0, counts=True, is_automatic=is_automatic)
+    return BatchWeights(WeightRule(weight_by, print), BatchSamples(0), 0, counts=True, is_automatic=is_automatic)
 
 
 def weighted_sum(weights, batches, accumulates=1):
@@ -106,7 +106,7 @@ def make_guard(layer, known=()):
         unmanaged_parameters=lambda parameters: [],
         places={id(parameter): place for place, parameter in enumerate(layer.parameters())},
     )
-    return StepGuard(0, reducer, layer.named_parameters, lambda: known, lambda: (1.0, False), "", "", str)
+    return OptimizerGuard(0, reducer, layer.named_parameters, lambda: known, lambda: (1.0, False), "", "", str)
 
 
 @pytest.mark.parametrize("closure", [None, lambda: None], ids=["plain", "closure"])

@@ -23,7 +23,7 @@ from lightning_ddp_ext import (
     fabric,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.steps.stall_watch import StallWatch
+from lightning_ddp_ext.steps.trainer_watchdog import TrainerWatchdog
 from tests.support.training import quiet_trainer
 
 STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]
@@ -198,7 +198,7 @@ def test_the_watchdog_stops_even_if_the_end_of_the_run_fails(monkeypatch):
             raise OSError("cannot be written")
 
     stops = []
-    monkeypatch.setattr(StallWatch, "stop", lambda watch: stops.append(watch))
+    monkeypatch.setattr(TrainerWatchdog, "stop", lambda watch: stops.append(watch))
     strategy = DDPJoinStrategy(checkpoint_io=Failing())
     with pytest.raises(OSError, match="cannot be written"):
         quiet_trainer(strategy, 1, fast_dev_run=True).fit(BoringModel())

@@ -26,7 +26,7 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 
 @dataclass(eq=False)
-class StepGuard:
+class OptimizerGuard:
     """Checks the gradients before each optimizer step of this process, also of optimizers unknown to Lightning.
 
     A closure, which may contain the backward pass, runs before the check. The optimizer gets the loss of the whole

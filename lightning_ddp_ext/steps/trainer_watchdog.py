@@ -30,7 +30,7 @@ _PHASES = {
 _numbers = itertools.count()
 
 
-class StallWatch:
+class TrainerWatchdog:
     """Ends the run on every rank if one of them fails, exits, or gives no sign of life for `limit`."""
 
     def __init__(self, limit: timedelta | float | None) -> None:
