@@ -215,13 +215,3 @@ def test_rank_0_alone_gets_the_states_of_all_ranks_for_a_checkpoint(monkeypatch)
     assert [load_state(row)["now"] for row in saved] == [state for state, _ in found]
     assert saved[0] is saved[3]
     assert len({id(row) for row in saved}) == 3
-
-
-def test_states_in_the_form_of_earlier_checkpoints_are_restored():
-    """They held numbers instead of NumPy's bytes, and the states of ranks were not compressed."""
-    states = capture_rng_state()
-    drawn = draw_from_process()
-    kind, keys, *more = states["numpy"]
-    earlier = {**states, "numpy": (kind, tuple(numpy.frombuffer(keys, numpy.uint32).tolist()), *more)}
-    restore_rng_state(load_state(in_a_checkpoint(earlier)))
-    assert draw_from_process() == drawn
