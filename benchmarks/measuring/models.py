@@ -14,6 +14,7 @@ CLASSES = 10
 TINY = "60 tiny layers"
 MANY = "1,000 tiny parameters"
 TOY = "linear layer"
+DEEP, SMALL, SMALL_CONV = "8 x 512 MLP", "small MLP", "two convolutions"
 _DIFFERENT_BATCHES = 4
 
 
@@ -79,6 +80,24 @@ def load_endlessly(batch_size: int, shape: tuple[int, ...]) -> DataLoader[Batch]
     return DataLoader(ReadyStream(None, batch_size, shape), batch_size=None)
 
 
+class RepeatedSamples(Dataset[Tensor]):
+    """A few random samples, often repeated."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._samples = torch.randn(64, *shape)
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._samples[index % 64]
+
+
+def load_samples(batch_size: int, shape: tuple[int, ...]) -> DataLoader[Tensor]:
+    """Return a loader that collates samples, whose batches `balanced_ddp` can share."""
+    return DataLoader(RepeatedSamples(shape), batch_size)
+
+
 class Segmented(nn.Module):
     """A stem, segments whose activations are recomputed if `mode` says so, and a head.
 
@@ -140,6 +159,18 @@ def _many() -> nn.Module:
     return Segmented(nn.Linear(16, 16), segments, nn.Linear(16, CLASSES))
 
 
+def _deep() -> nn.Module:
+    return nn.Sequential(*(_layer(512, 512) for _ in range(8)))
+
+
+def _small() -> nn.Module:
+    return nn.Sequential(_layer(16, 16), nn.Linear(16, 4))
+
+
+def _small_conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+
+
 def _toy() -> nn.Module:
     return nn.Linear(4, CLASSES)
 
@@ -151,4 +182,7 @@ CASES = {
     TINY: Case(_tiny, (16,), 64),
     MANY: Case(_many, (16,), 64),
     TOY: Case(_toy, (4,), 8),
+    DEEP: Case(_deep, (512,), 32),
+    SMALL: Case(_small, (16,), 8),
+    SMALL_CONV: Case(_small_conv, (3, 16, 16), 16),
 }

@@ -1,5 +1,6 @@
 """The controller of `balance="auto"`, which follows measured times, and its limits from the memory of the devices."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from lightning_ddp_ext.batches.chunk_sizes import limited_chunks, proportional_c
 TYPICAL = 0.25  # quantile of the times in a window: other processes make batches slower, never faster
 WINDOW = 7  # batches behind each decision: shorter averages followed single slow batches
 LONGEST_WINDOW = 112
-START_AT = 0.10  # imbalance from which samples are moved ...
-STOP_AT = 0.05  # ... until it is below this
-FAR = 0.25  # more imbalance than was accepted, from which the last batches decide, however long the window is
+SHOWN = 5  # batches that show a large change of speed
+LEAST = 0.015  # part of the time of a batch that a move has to save
+CERTAINTY = 2.0  # standard errors of the times that a move has to save
+MOST = 0.2  # of the time of a batch, which a move may save however uncertain that is
+FAR = 0.10  # more imbalance than was accepted, from which the last batches decide, however long the window is
 SUBSTANTIAL = 0.25  # of a chunk: by smaller changes, noise would look like a fixed time
 LEAST_GAIN = 0.3  # of the expected gain, for which a move is kept
 MOST_FIXED = 0.6  # of a replica's time that is taken to be independent of its samples
@@ -61,6 +64,28 @@ def _quantiles(window: Sequence[Sequence[float]], fraction: float) -> list[float
     return [sorted(column)[int(fraction * len(column))] for column in zip(*window, strict=True)]
 
 
+def _find_slow(window: Sequence[Sequence[float]], threshold: float) -> int | None:
+    """Return the replica whose imbalance is above a threshold in lower quartiles and in medians, if it is the same."""
+    slowest = set()
+    for fraction in (TYPICAL, 0.5):
+        times = _quantiles(window, fraction)
+        if max(times) <= (1 + threshold) * fmean(times):
+            return None
+        slowest.add(times.index(max(times)))
+    return slowest.pop() if len(slowest) == 1 else None
+
+
+def _error(window: Sequence[Sequence[float]]) -> float:
+    """Return the relative standard error of the difference of two lower quartiles.
+
+    Of a normal distribution, the quartiles of `n` values have the standard error 1.36 s / sqrt(n), and the median is
+    0.67 s above the lower quartile: H. Cramer, Mathematical Methods of Statistics, section 28.5.
+    """
+    quartiles, medians = _quantiles(window, TYPICAL), _quantiles(window, 0.5)
+    spreads = [(median / quartile - 1) / 0.67 for median, quartile in zip(medians, quartiles, strict=True)]
+    return 1.36 * math.hypot(*spreads) * math.sqrt(2 / len(spreads) / len(window))
+
+
 def _level(batch_size: int, fixed: Sequence[float], per_sample: Sequence[float]) -> list[float]:
     """Return the shares with which replicas of these times take equally long; none if no shares can do that."""
     shares = [0.0] * len(fixed)
@@ -96,7 +121,7 @@ class BalanceController:
         self._fixed = [0.0] * num_replicas  # seconds of each replica for a batch of no samples
         self._accepted = 0.0  # imbalance that was found acceptable, or unavoidable
         self._previous: _Position | None = None  # before the last move
-        self._is_moving = self._is_settled = False
+        self._is_settled = False
         self._smaller = 0  # batches in a row below the full size
         self._batches = 0  # that were measured
         self._retry_at = 0  # number of the batch until which nothing moves, since the last move gained too little
@@ -139,27 +164,17 @@ class BalanceController:
         """Return the last batches if they show a large change of speed, which need not wait for a whole window."""
         if self._window is None or self._previous is not None:  # a move is judged by a whole window
             return None
-        for number, quantile in ((WINDOW, 0.95), (4 * WINDOW, 0.75)):
+        # The fewer the batches, the more likely is a series of slow ones.
+        for number, part, quantile in ((SHOWN, 1.0, 0.95), (4 * WINDOW, 0.75, 0.75)):
             earlier, last = list(self._window)[:-number], list(self._window)[-number:]
-            if len(earlier) < WINDOW or not self._is_shown(last, self._accepted + FAR):
+            slow = _find_slow(last, self._accepted + FAR)
+            if len(earlier) < WINDOW or slow is None:
                 continue
-            times = _quantiles(last, TYPICAL)
-            index = times.index(max(times))
-            before, now = ([[one[index] / fmean(one)] for one in part] for part in (earlier, last))
-            # The fewer the batches, the more likely is a series of slow ones.
-            if _quantiles(now, TYPICAL) > _quantiles(before, quantile):
+            before, now = ([one[slow] / fmean(one) for one in batches] for batches in (earlier, last))
+            usual = sorted(before)[int(quantile * len(before))]
+            if sum(ratio > usual for ratio in now) >= part * number:
                 return last
         return None
-
-    def _is_shown(self, window: Sequence[Sequence[float]], threshold: float) -> bool:
-        """Return True if the imbalance is above a threshold in lower quartiles and in medians, for the same replica."""
-        slowest = set()
-        for fraction in (TYPICAL, 0.5):
-            times = _quantiles(window, fraction)
-            if max(times) <= (1 + threshold) * fmean(times):
-                return False
-            slowest.add(times.index(max(times)))
-        return len(slowest) == 1
 
     def _decide(self, window: Sequence[Sequence[float]]) -> Decision | None:
         times = _quantiles(window, TYPICAL)
@@ -177,26 +192,22 @@ class BalanceController:
         ):
             self._pause *= 4
             self._retry_at = self._batches + self._pause
-            self._is_moving, self._accepted = False, previous.imbalance
+            self._accepted = previous.imbalance
             self._fixed = [0.0] * len(times)
             return self._move(
                 previous.shares,
                 f"the last change gained little: the slowest {self._noun} took {_ms([max(previous.times)])} before it"
                 f" and takes {_ms([slowest])} now, {previous.imbalance:.0%} and {imbalance:.0%} longer than the mean",
             )
-        if self._batches < self._retry_at or not self._is_shown(window, STOP_AT if self._is_moving else START_AT):
-            self._accepted = imbalance
-            return self._settle(f"the slowest {self._noun} takes {imbalance:.0%} longer than the mean ({_ms(times)})")
         per_sample = [(time - fixed) / size for time, fixed, size in zip(times, self._fixed, self._sizes, strict=True)]
         shares = _level(sum(self._sizes), self._fixed, per_sample)
         sizes = divide_by_shares(sum(self._sizes), shares, self.limits)
         expected = max(fixed + size * one for fixed, size, one in zip(self._fixed, sizes, per_sample, strict=True))
-        if sizes == self._sizes or expected >= slowest:
+        least = min(max(LEAST, CERTAINTY * _error(window)), MOST)
+        if self._batches < self._retry_at or slowest - expected < least * slowest:
             self._accepted = imbalance
-            within = "" if all(limit is None for limit in self.limits) else " within the memory"
-            return self._settle(f"no other whole numbers of samples{within} would be faster ({_ms(times)})")
+            return self._settle(f"the slowest {self._noun} takes {imbalance:.0%} longer than the mean ({_ms(times)})")
         self._previous = _Position(self.shares, self._sizes, times, imbalance, expected)
-        self._is_moving = True
         reason = f"{self._noun} {times.index(slowest)} takes {imbalance:.0%} longer than the mean"
         return self._move(shares, f"{reason} ({_ms(times)}, lower quartiles of {len(window)} batches)")
 
@@ -216,7 +227,6 @@ class BalanceController:
         return Decision(before, self._sizes, reason)
 
     def _settle(self, reason: str) -> Decision | None:
-        self._is_moving = False
         self._length = min(2 * self._length, LONGEST_WINDOW)
         was_settled, self._is_settled = self._is_settled, True
         return None if was_settled else Decision(self._sizes, self._sizes, reason)

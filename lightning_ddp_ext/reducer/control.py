@@ -1,15 +1,18 @@
 """Numbers that ranks send each other in every synchronisation, and the message that carries them."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
 
-_BYTES = 8  # of a number
+_BITS = 64  # of a number
 Check = Callable[[Sequence[float]], None]
 
 
@@ -32,8 +35,7 @@ class Control:
     """The fields of the control message. Each belongs to the code that has added it.
 
     Every rank has a range of the message to itself, so that a sum over ranks holds the numbers of all. In types of
-    fewer than 64 bits, a number is sent as its bytes: whole numbers up to 255, which bfloat16 and larger types
-    represent exactly.
+    fewer than 64 bits, a number is sent in parts, as whole numbers that the type represents exactly.
 
     Attributes:
         weights: Weight of each rank in the last synchronisation; empty before the first.
@@ -67,30 +69,34 @@ class Control:
 
     def length(self, marks: int, dtype: torch.dtype) -> int:
         """Return the number of elements of a message in a type, with so many marks."""
-        return len(self._fields) * (1 if dtype == torch.float64 else _BYTES) * self._ranks + marks
+        return len(self._fields) * (1 if dtype == torch.float64 else len(_parts(dtype)[0])) * self._ranks + marks
 
     @staticmethod
     def fits(dtype: torch.dtype) -> bool:
         """Return True if a type of numbers represents a message exactly."""
-        return dtype.is_floating_point and torch.finfo(dtype).eps <= 2**-7  # 8 bits
+        return dtype.is_floating_point and torch.finfo(dtype).eps <= 2**-7  # bfloat16 and larger types
 
     def write(self, marks: bytearray, dtype: torch.dtype) -> Tensor:
         """Return the message of this rank, on the CPU: its fields, and marks that are added up over ranks."""
-        own = torch.tensor([field.value for field in self._fields], dtype=torch.float64)
-        own = own if dtype == torch.float64 else own.view(torch.uint8)
-        message = torch.zeros(self.length(len(marks), dtype), dtype=dtype)
-        message[self._rank * own.numel() : (self._rank + 1) * own.numel()] = own
+        own: Any = numpy.array([field.value for field in self._fields])
+        if dtype != torch.float64:
+            shifts, mask = _parts(dtype)
+            own = ((own.view(numpy.int64)[:, None] >> shifts) & mask).ravel()
+        message = numpy.zeros(self.length(len(marks), dtype), own.dtype)
+        message[self._rank * own.size : (self._rank + 1) * own.size] = own
         if marks:
-            message[-len(marks) :] = torch.frombuffer(marks, dtype=torch.uint8)
-        return message
+            message[-len(marks) :] = numpy.frombuffer(marks, numpy.uint8)
+        return torch.from_numpy(message).to(dtype)
 
     def read(self, sums: Tensor) -> list[float]:
         """Read the sum of all messages, a CPU tensor, and check the fields; return the sums of the marks."""
-        of_ranks = self.length(0, sums.dtype)
-        sent = sums[:of_ranks]
-        sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
-        self._receive(self._fields, sent.reshape(self._ranks, -1))
-        return sums[of_ranks:].tolist()
+        number = self.length(0, sums.dtype)
+        sent: Any = sums[:number]
+        if sent.dtype != torch.float64:
+            shifts, _ = _parts(sent.dtype)
+            sent = (sent.long().numpy().reshape(-1, len(shifts)) << shifts).sum(1).view(numpy.float64)
+        self._receive(self._fields, sent.reshape(self._ranks, -1).tolist())
+        return sums[number:].tolist()
 
     def exchange(self) -> None:
         """Send some fields without a synchronisation. Call on every rank."""
@@ -99,10 +105,10 @@ class Control:
         rows = [torch.empty_like(own) for _ in range(self._ranks)]
         # No all-reduce: gloo would abort a process whose peer makes one of another size. So the ranks wait.
         dist.all_gather(rows, own, group=self._group)
-        self._receive(fields, torch.stack(rows))
+        self._receive(fields, [row.tolist() for row in rows])
 
-    def _receive(self, fields: Sequence[ControlField], of_ranks: Tensor) -> None:
-        for field, column in zip(fields, zip(*of_ranks.tolist(), strict=True), strict=True):
+    def _receive(self, fields: Sequence[ControlField], of_ranks: Sequence[Sequence[float]]) -> None:
+        for field, column in zip(fields, zip(*of_ranks, strict=True), strict=True):
             field.of_ranks = column
         for field in fields:
             if field.check is not None:
@@ -123,6 +129,13 @@ class Control:
                 f" {list_others(counts, own)}. An error in a block of `synchronize` has to be raised on every rank, or"
                 " end the run."
             )
+
+
+@functools.cache
+def _parts(dtype: torch.dtype) -> tuple[Any, int]:
+    """Return the positions of the parts of a number, and a mask with as many bits as a part: all that are exact."""
+    bits = 1 - int(math.log2(torch.finfo(dtype).eps))
+    return numpy.arange(0, _BITS, bits), 2**bits - 1
 
 
 def list_others(numbers: Sequence[float], own: float, describe: Callable[[int], str] = str) -> str:

@@ -39,6 +39,14 @@ def test_values_arrive_exactly_in_every_type_that_may_carry_them(dtype):
     assert [list(field.of_ranks) for field in fields[1]] == given
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_rank_sends_at_most_twelve_bytes_for_a_number(dtype):
+    one, *_ = make_controls()
+    before = one.length(0, dtype)
+    one.add()
+    assert (one.length(0, dtype) - before) // len(RANKS) * dtype.itemsize <= 12
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float8_e4m3fn])
 def test_other_types_carry_nothing(dtype):
     assert not Control.fits(dtype)

@@ -1,0 +1,117 @@
+"""Step times of this tree beside another commit and beside the usual alternative: `python benchmarks/regress.py BASE`.
+
+Each cell has three contenders: the strategy of BASE, the strategy of this tree (with uncommitted changes), and a peer.
+They take turns of a quarter of a second within one run each; a ratio is the median of the ratios within rounds, with
+its 95 % interval. A run of all cells takes about 10 minutes on two free cores.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measuring.comparison import format_ratio
+from measuring.estimates import estimate_median
+from measuring.models import DEEP, MANY, SMALL, SMALL_CONV
+from measuring.turns import started
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE, HERE, PEER = "base", "here", "peer"
+STARTS, ROUNDS, TURN = 3, 6, 0.25  # new processes, rounds of each, seconds of a turn
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A strategy on a model, and its peer, as arguments of `measuring.turns.Fit`."""
+
+    title: str
+    ours: dict[str, Any]
+    peer: dict[str, Any]
+
+
+def find_cells() -> Iterator[Cell]:
+    """Yield all cells."""
+    for case in (DEEP, SMALL, SMALL_CONV):
+        shared = {"ranks": 2, "case": case}
+        yield Cell(f"ddp_join, {case} / ddp", {**shared, "strategy": "ddp_join"}, {**shared, "strategy": "ddp"})
+    for case in ("transformer", "MLP", MANY):
+        for mode in ("none", "reentrant", "nonreentrant"):
+            shared = {"ranks": 2, "case": case, "mode": mode}
+            peer = {**shared, "strategy": "ddp", "arguments": {"static_graph": mode == "reentrant"}}
+            yield Cell(f"ddp_checkpoint, {case}, {mode} / ddp", {**shared, "strategy": "ddp_checkpoint"}, peer)
+    for case in ("transformer", "conv net"):
+        shared = {"ranks": 1, "case": case, "threads": 2}
+        ours = {**shared, "strategy": "balanced_dp", "replicas": 2}
+        yield Cell(f"balanced_dp, {case} / one device", ours, {**shared, "strategy": "auto"})
+    for case, size in (("transformer", 32), (SMALL, 8)):
+        ours = {"ranks": 2, "case": case, "batch_size": size, "strategy": "balanced_ddp"}
+        peer = {**ours, "batch_size": size // 2, "strategy": "ddp"}
+        yield Cell(f"balanced_ddp, {case}, equal ranks / ddp", ours, peer)
+    slow = {"ranks": 2, "case": "conv net", "slowness": (3, 1), "skip": 45, "strategy": "balanced_ddp"}
+    for name, arguments in {"best split": {"split": [16, 48]}, "even": {"balance": "even"}}.items():
+        yield Cell(f"balanced_ddp auto, slow rank / {name}", slow, {**slow, "arguments": arguments})
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """Put the package of a commit into a temporary folder."""
+    archive = subprocess.run(["git", "archive", commit, "lightning_ddp_ext"], cwd=ROOT, check=True, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+        yield Path(folder).resolve()
+
+
+def measure(cell: Cell, base: Path, starts: int) -> dict[str, list[float]]:
+    """Return the median step times of the contenders in each round, in seconds."""
+    times: dict[str, list[float]] = {BASE: [], HERE: [], PEER: []}
+    trees = {BASE: base, HERE: ROOT, PEER: ROOT}
+    for start in range(starts):
+        with started({BASE: cell.ours, HERE: cell.ours, PEER: cell.peer}, trees) as fits:
+            steps = {name: max(10, math.ceil(TURN / fit.run(10))) for name, fit in fits.items()}
+            for round_ in range(ROUNDS):
+                first = (start + round_) % len(fits)
+                names = [*fits][first:] + [*fits][:first]
+                for name in names[:: -1 if round_ % 2 else 1]:
+                    times[name].append(fits[name].run(steps[name]))
+    return times
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("base", metavar="BASE", help="commit to compare with")
+    parser.add_argument("--cells", nargs="+", default=[""], help="parts of the titles of the cells that are measured")
+    parser.add_argument("--starts", type=int, default=STARTS, help=f"new processes, for {ROUNDS} rounds each")
+    options = parser.parse_args()
+    table = Table(title=f"Time of a step: {options.base}, this tree and a peer")
+    for column in ("cell", "ms: base, here, peer", "base / peer", "here / peer", "here / base", "load"):
+        table.add_column(column, justify="left" if column == "cell" else "right")
+    console = Console(width=max(130, Console().width))
+    with checkout(options.base) as base:
+        for cell in find_cells():
+            if not any(part in cell.title for part in options.cells):
+                continue
+            times = measure(cell, base, options.starts)
+            ratios = [
+                format_ratio(estimate_median([one / other for one, other in zip(times[a], times[b], strict=True)]))
+                for a, b in ((BASE, PEER), (HERE, PEER), (HERE, BASE))
+            ]
+            milliseconds = ", ".join(f"{1000 * median(one):.2f}" for one in times.values())
+            table.add_row(cell.title, milliseconds, *ratios, f"{os.getloadavg()[0]:.1f}")
+            console.print(cell.title, milliseconds, *ratios, sep="  ", highlight=False)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
