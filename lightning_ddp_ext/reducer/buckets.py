@@ -214,7 +214,8 @@ def _take(parameter: nn.Parameter) -> Tensor:
 
 
 _FIRST_BYTES = 2**20  # the first bucket is small, so that communication starts early; as in torch
-_SHARE = 32  # of the gradients, in the largest bucket on the CPU
+_SHARE = 32  # of the gradients, in the largest bucket on the CPU ...
+_LEAST_BYTES = 2**22  # ... which has at least this size, because each message takes time of the processor
 
 
 class GradientLayout:
@@ -238,7 +239,7 @@ class GradientLayout:
         if all(parameter.device.type == "cpu" for parameter in parameters):
             # More buckets leave during the backward pass, and gloo does not mind. Gradients that are complete before
             # their bucket exists, in the first step and after an accumulation, are in memory twice for one bucket only.
-            self.cap = min(self.cap, max(_FIRST_BYTES, sum(parameter.nbytes for parameter in parameters) // _SHARE))
+            self.cap = min(self.cap, max(_LEAST_BYTES, sum(parameter.nbytes for parameter in parameters) // _SHARE))
         self._parameters = parameters
         self._group = group
 

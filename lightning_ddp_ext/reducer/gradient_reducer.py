@@ -46,7 +46,7 @@ class GradientReducer:
         module: The same module on every rank, on its devices. Parameters and buffers are copied from the first rank.
         process_group: The ranks; by default all, in a separate group, so that collectives issued by the model cannot
             mix with collectives of the reducer.
-        bucket_cap_mb: Largest size of a bucket in MiB. On the CPU it is at most a 32nd of the parameters, or 1 MiB.
+        bucket_cap_mb: Largest size of a bucket in MiB. On the CPU it is at most a 32nd of the parameters, or 4 MiB.
         comm_hook: Function that reduces a bucket instead of an all-reduce, `hook(state, bucket) -> Future[Tensor]`, as
             for torch's `DistributedDataParallel.register_comm_hook`.
         comm_state: First argument of `comm_hook`.
