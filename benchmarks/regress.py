@@ -1,7 +1,7 @@
 """Step times of this tree beside another commit and beside the usual alternative: `python benchmarks/regress.py BASE`.
 
 Each cell has three contenders: the strategy of BASE, the strategy of this tree (with uncommitted changes), and a peer.
-They take turns of a quarter of a second within one run each; a ratio is the median of the ratios within rounds, with
+They take turns of a fifth of a second within one run each; a ratio is the median of the ratios within rounds, with
 its 95 % interval. A run of all cells takes about 10 minutes on two free cores.
 """
 
@@ -28,7 +28,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE, HERE, PEER = "base", "here", "peer"
-STARTS, ROUNDS, TURN = 3, 6, 0.25  # new processes, rounds of each, seconds of a turn
+STARTS, ROUNDS, TURN = 3, 6, 0.2  # new processes, rounds of each, seconds of a turn
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ def find_cells() -> Iterator[Cell]:
     for case in (DEEP, SMALL, SMALL_CONV):
         shared = {"ranks": 2, "case": case}
         yield Cell(f"ddp_join, {case} / ddp", {**shared, "strategy": "ddp_join"}, {**shared, "strategy": "ddp"})
+    for ranks in (8, 16, 32):
+        shared = {"ranks": ranks, "case": SMALL}
+        yield Cell(f"ddp_join, {ranks} ranks / ddp", {**shared, "strategy": "ddp_join"}, {**shared, "strategy": "ddp"})
     for case in ("transformer", "MLP", MANY):
         for mode in ("none", "reentrant", "nonreentrant"):
             shared = {"ranks": 2, "case": case, "mode": mode}

@@ -22,15 +22,20 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def get_rng_state(device: torch.device) -> Tensor:
     """Return the state of a device's default generator, which is kept on the host."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
     with current_device(device):  # the function of MPS takes no device
-        state: Tensor = _random(device).get_rng_state()
+        state: Tensor = torch.get_device_module(device).get_rng_state()
     return state
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
     """Restore the result of `get_rng_state`."""
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+        return
     with current_device(device):
-        _random(device).set_rng_state(state)
+        torch.get_device_module(device).set_rng_state(state)
 
 
 def seed_rng(seed: int, device: torch.device) -> None:
@@ -40,10 +45,6 @@ def seed_rng(seed: int, device: torch.device) -> None:
         return
     with current_device(device):
         torch.get_device_module(device).manual_seed(seed)
-
-
-def _random(device: torch.device) -> Any:
-    return torch if device.type == "cpu" else torch.get_device_module(device)
 
 
 def find_accelerator() -> str:

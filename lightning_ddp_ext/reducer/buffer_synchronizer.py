@@ -245,7 +245,8 @@ class BufferSynchronizer:
         }
         # Writing to `data` increases no version, so that `settle` looks like no change.
         self._late |= {index: buffer.data for index, buffer in found.items() if index not in early}
-        self._equalize(early)
+        if early:
+            self._equalize(early)
         self.remember()
         if self.settles_itself:
             self.settle()
@@ -259,7 +260,8 @@ class BufferSynchronizer:
     def settle(self) -> None:
         """Copy integers from the first rank with data, once hooks have seen those of each rank. Call on every rank."""
         late, self._late = self._late, {}
-        self._equalize(late)
+        if late:
+            self._equalize(late)
 
     def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
         weight, total, source = self._weights

@@ -2,13 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_ddp_ext._compat.lightning_loaders import has_exact_length
 from lightning_ddp_ext._lightning import sized_len
@@ -138,6 +139,9 @@ class SharedSampler:
             drawn = iter(self.sampler)
             indices = next(drawn, None)
         self.batches.compare_first(indices, self.sampler)
+        # Changing and restoring the RNG state of the process takes longer than a batch of indices.
+        order = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
+        has_drawn_all = type(order) in (SequentialSampler, RandomSampler)
         while indices is not None:
             if self.is_cut:
                 indices = _as_sequence(indices)
@@ -147,7 +151,7 @@ class SharedSampler:
                 if not self.batches.is_training:
                     self.batches.own_indices.append(as_indices(indices))
             yield indices
-            with rng.drawing():
+            with nullcontext() if has_drawn_all else rng.drawing():
                 indices = next(drawn, None)
 
     def _costs_of(self, indices: Any) -> list[float]:

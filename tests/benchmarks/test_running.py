@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_peers_are_judged_and_memory_is_measured(tmp_path):
     assert {one["letter"] for one in results["peers"] if one["who"] == OURS} == {"P"}
     assert results["memory"][OURS][ONE]["peak"] <= 1.05
     assert results["memory"][OURS][ONE]["held"] <= 0.05
+
+
+@pytest.mark.slow
+def test_the_tree_is_paired_with_a_commit_and_a_peer():
+    command = [sys.executable, BENCHMARKS / "regress.py", "HEAD", "--cells", "small MLP / ddp", "--starts", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("ddp_join, small MLP / ddp")]
+    assert len(rows) == 1
+    assert len(re.findall(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", rows[0])) == 3
 
 
 @pytest.mark.slow
