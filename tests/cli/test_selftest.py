@@ -88,7 +88,7 @@ def selftest(folder, devices, fault=None):
 
 @pytest.mark.slow
 def test_all_trials_succeed_on_local_ranks(tmp_path):
-    run = selftest(tmp_path, 3)
+    run = selftest(tmp_path, 2)
     assert run.returncode == 0, run.stdout + run.stderr
     for trial in ("balanced_dp", "ddp_checkpoint", "ddp_join", "balanced_ddp", "killed rank"):
         assert re.search(rf"│ {trial} .*│ ok │", run.stdout), run.stdout

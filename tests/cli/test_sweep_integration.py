@@ -54,16 +54,15 @@ def names_of(world_size):
 
 @pytest.mark.slow
 def test_every_job_has_separate_processes_configuration_and_folder(tmp_path):
-    done = sweep(tmp_path, "strategy=ddp_join,balanced_dp", "trainer.devices=2,3")
+    done = sweep(tmp_path, "strategy=ddp_join,balanced_dp", "trainer.devices=2")
     assert done.returncode == 0, done.stderr
     found = ranks_of_jobs(tmp_path / "runs")
-    assert [*found.values()] == [*map(names_of, (2, 3, 1, 1))]
+    assert [*found.values()] == [*map(names_of, (2, 1))]
     configs = [OmegaConf.load(job / "config.yaml") for job in found]
-    assert [config.trainer.devices for config in configs] == [2, 3] * 2
     names = [config.strategy._target_.rpartition(".")[2] for config in configs]
-    assert names[::2] == names[1::2] == ["DDPJoinStrategy", "BalancedDataParallelStrategy"]
+    assert names == ["DDPJoinStrategy", "BalancedDataParallelStrategy"]
     logs = [(job / "train.log").read_text() for job in found]
-    assert [log.count("`Trainer.fit` stopped: `max_steps=2` reached.") for log in logs] == [1] * 4
+    assert [log.count("`Trainer.fit` stopped: `max_steps=2` reached.") for log in logs] == [1] * 2
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tests.versions import cuda_stand_ins
@@ -266,10 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if [found[0].rpartition(".")[0], *found[1:]] != expected:
             raise RuntimeError(f"the environment {python.parents[1]} has {found}, not {expected}. Delete it.")
         print(f"Python {found[0]}, torch {row.torch}, Lightning {row.lightning}", flush=True)
-        passed = []
-        for name in (FIRST, SECOND):
-            passed.append(run_tests(python, name) if name in row.names else "-")
-            print(f"  {name}: {passed[-1]}", flush=True)
+        with ThreadPoolExecutor(len(row.names)) as pool:  # a process each, on two cores
+            by_name = dict(zip(row.names, pool.map(partial(run_tests, python), row.names), strict=True))
+        passed = [by_name.get(name, "-") for name in (FIRST, SECOND)]
         record(row, "FAILED" not in passed)
         results.append([*found, *passed, f"{time.monotonic() - started:.0f} s"])
     widths = [max(map(len, column)) for column in zip(*results, strict=True)]
