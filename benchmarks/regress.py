@@ -2,7 +2,7 @@
 
 Each cell has three contenders: the strategy of BASE, the strategy of this tree (with uncommitted changes), and a peer.
 They take turns of a fifth of a second within one run each; a ratio is the median of the ratios within rounds, with
-its 95 % interval. A run of all cells takes about 10 minutes on two free cores.
+its 95 % interval. A run of all cells takes about a quarter of an hour on two free cores.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 from measuring.comparison import format_ratio
 from measuring.estimates import estimate_median
 from measuring.models import DEEP, MANY, SMALL, SMALL_CONV
+from measuring.rounds import order_of
 from measuring.turns import started
 from rich.console import Console
 from rich.table import Table
@@ -83,9 +84,7 @@ def measure(cell: Cell, base: Path, starts: int) -> dict[str, list[float]]:
         with started({BASE: cell.ours, HERE: cell.ours, PEER: cell.peer}, trees) as fits:
             steps = {name: max(10, math.ceil(TURN / fit.run(10))) for name, fit in fits.items()}
             for round_ in range(ROUNDS):
-                first = (start + round_) % len(fits)
-                names = [*fits][first:] + [*fits][:first]
-                for name in names[:: -1 if round_ % 2 else 1]:
+                for name in order_of([*fits], start + round_):
                     times[name].append(fits[name].run(steps[name]))
     return times
 

@@ -175,13 +175,14 @@ def _build_environments(ranks: int) -> list[dict[str, str]]:
         "NODE_RANK": "0",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_find_free_port()),
+        "MASTER_PORT": str(find_free_port()),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     return [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -131,13 +131,14 @@ def collect_rounds(
         with enter() as contenders:
             until = len(measurement.rounds) + stay
             while len(measurement.rounds) < until and not is_done():
-                names = _order_of(list(contenders), len(measurement.rounds))
+                names = order_of(list(contenders), len(measurement.rounds))
                 measurement.rounds.append({name: contenders[name]() for name in names})
                 show(measurement)
     return measurement
 
 
-def _order_of(names: list[str], round_: int) -> list[str]:
+def order_of(names: list[str], round_: int) -> list[str]:
+    """Return the order of contenders in a round: who begins rotates, and every other round runs backwards."""
     first = round_ % len(names)
     rotated = names[first:] + names[:first]
     return rotated[::-1] if round_ % 2 else rotated

@@ -5,11 +5,11 @@ their memory happens to lie. Forks of one process, which has imported torch and 
 that luck.
 """
 
+import importlib
 import itertools
 import logging
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -25,6 +25,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor, nn
 
+from measuring.contender import find_free_port
 from measuring.models import CASES, Segmented, load_samples
 from measuring.orders import HARD_LIMIT
 
@@ -34,7 +35,7 @@ _forking = multiprocessing.get_context("fork")
 
 
 class _Regression(pl.LightningModule):
-    """Half of the mean squared output; a slow rank computes it several times."""
+    """The loss is the mean squared output; a slow rank computes it several times."""
 
     def __init__(self, network: nn.Module, times: int) -> None:
         super().__init__()
@@ -73,19 +74,12 @@ class Fit:
     """
 
     def __init__(self, tree: Path, ranks: int, **order: Any) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        shared = {"NODE_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_PORT": str(find_free_port())}
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(ranks):
             ours, theirs = _forking.Pipe()
-            environment = {
-                "LOCAL_RANK": str(rank),
-                "NODE_RANK": "0",
-                "WORLD_SIZE": str(ranks),
-                "MASTER_PORT": str(port),
-            }
+            environment = {**shared, "LOCAL_RANK": str(rank)}
             process = _forking.Process(target=_serve, args=(tree, theirs, ranks, environment, order), daemon=True)
             process.start()
             theirs.close()
@@ -130,8 +124,9 @@ def _serve(tree: Path, pipe: Connection, ranks: int, environment: dict[str, str]
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    package = __import__("lightning_ddp_ext")
-    assert Path(package.__file__).parents[1] == tree, package.__file__
+    package = importlib.import_module("lightning_ddp_ext")
+    if Path(str(package.__file__)).parents[1] != tree:
+        raise RuntimeError(f"the package was imported from {package.__file__}, not from {tree}")
     _fit(pipe, ranks, int(environment["LOCAL_RANK"]), **order)
 
 

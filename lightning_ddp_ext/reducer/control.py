@@ -78,7 +78,7 @@ class Control:
 
     def write(self, marks: bytearray, dtype: torch.dtype) -> Tensor:
         """Return the message of this rank, on the CPU: its fields, and marks that are added up over ranks."""
-        own: Any = numpy.array([field.value for field in self._fields])
+        own: Any = numpy.array([field.value for field in self._fields], numpy.float64)
         if dtype != torch.float64:
             shifts, mask = _parts(dtype)
             own = ((own.view(numpy.int64)[:, None] >> shifts) & mask).ravel()
