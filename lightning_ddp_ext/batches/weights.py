@@ -82,11 +82,12 @@ class WeightRule:
 class AccumulationWindow:
     """The micro-batches whose gradients are added up before ranks synchronise them; then the next window begins.
 
-    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
-    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
+    The loss of a micro-batch is multiplied by its weight relative to `unit`, or else to the first weight above 0, so
+    that the factor is 1 as long as weights are equal. The accumulated gradient times this weight is the weighted sum.
     """
 
     def __init__(self) -> None:
+        self.unit = 0.0  # the same on all ranks, if the losses of ranks have to be weighted too: see `common_unit`
         self.is_postponed = False  # the synchronisation is, so that the window continues
         self.skips_pass = False  # the next backward pass has no weight
         self.begin()
@@ -101,7 +102,7 @@ class AccumulationWindow:
 
     def add(self, weight: float) -> None:
         """Add a micro-batch."""
-        self.first = self.first or weight
+        self.first = self.first or self.unit or weight
         self.total += weight
         self.length += 1
 
@@ -129,12 +130,12 @@ class BatchWeights:
         self.weight = 0.0  # of the micro-batch in the gradient
         self.log_weight = 0.0  # of the values that it logs
         self.is_sum = rule.is_sum
-        self.is_by_samples = rule.is_by_samples
+        self.differ = rule.of_any_batch is None
+        self.is_automatic = is_automatic
         self._rule = rule
         self._samples = samples
         self._rank = rank
         self._counts = counts and rule.is_by_samples  # else each batch has the weight 1
-        self._is_automatic = is_automatic
         self._is_added = False  # the micro-batch is in the window
 
     def begin(self, begins_window: bool) -> None:
@@ -164,7 +165,7 @@ class BatchWeights:
         """Return the loss of the micro-batch, weighted relative to earlier ones; `ranks` have a micro-batch."""
         self.add()
         factor = self.window.weigh(self.weight)
-        if factor and not self._is_automatic:
+        if factor and not self.is_automatic:
             # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
             factor = float(ranks) if self.is_sum else 1.0
         return loss if factor in (0.0, 1.0) else loss * factor
@@ -174,17 +175,30 @@ class BatchWeights:
 
         Under manual optimization the user has averaged the accumulated losses.
         """
-        if self._is_automatic:
+        if self.is_automatic:
             return self.window.total, self.window.first * accumulates, 1.0 if self.is_sum else None
         return min(self.window.total, 1.0) if self.is_sum else self.window.total, None, None
 
 
+def common_unit(weights: Sequence[float]) -> float:
+    """Return a power of two near the mean of the weights of ranks, without zeros; 1 if there are none.
+
+    Gradients that flow through collectives, as of `nn.SyncBatchNorm`, are added up over ranks in the backward pass,
+    before the reducer can weight them. The weights then have to be in the losses, relative to a number that is the same
+    on all ranks. A power of two rounds nothing.
+    """
+    known = [*filter(None, weights)]
+    return 2.0 ** round(math.log2(sum(known) / len(known))) if known else 1.0
+
+
 _COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
-_NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses
 
 
 class CommunicationWatch:
-    """Warns if a step communicates between ranks whose batches have different numbers of samples."""
+    """Knows if steps communicate; then losses are weighted before their backward passes, or else warns.
+
+    Under manual optimization losses cannot be weighted, since gradients may hold a mean over ranks already.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -193,18 +207,18 @@ class CommunicationWatch:
         self._warn = WarnOnce()
 
     def watch(self, epoch: int, weights: BatchWeights, own: dist.ProcessGroup) -> AbstractContextManager[None]:
-        """Note collectives in a block, except in the group `own`.
+        """Note collectives in a block, except in the group `own` and in metrics.
 
-        Only in the first step of an epoch, because replacing collectives takes time, and if samples are the weights.
+        Only in the first step of an epoch, because replacing collectives takes time, and if batches differ in weight.
         """
-        if self._epoch == epoch or self._communicates or not weights.is_by_samples:
+        if self._epoch == epoch or self._communicates or not weights.differ:
             return nullcontext()
         self._epoch = epoch
 
         def find(group: dist.ProcessGroup, name: str) -> None:
             if name.startswith(_COMBINING) and group is not own:
                 callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(None)]
-                self._communicates |= not any(module.startswith(_NO_LOSS) for module in callers)
+                self._communicates |= not any(module.startswith("torchmetrics") for module in callers)
 
         def resolve(group: dist.ProcessGroup) -> dist.ProcessGroup:
             find(group, _COMBINING[0])
@@ -212,13 +226,21 @@ class CommunicationWatch:
 
         return replaced_collectives(find, resolve, lambda: None, lambda name: None)
 
-    def warn(self, weights: Sequence[float]) -> None:
-        """Warn once, on the first rank with data, given the weights of all ranks in the last synchronisation."""
-        known = [*filter(None, weights)]
-        if not self._communicates or len({*known}) < 2 or self._rank != list(weights).index(known[0]):
+    def weigh_loss(self, loss: Tensor, weights: BatchWeights, of_ranks: Sequence[float], active: int) -> Tensor:
+        """Return the weighted loss, given the weights of ranks in the last synchronisation; `active` ones have data."""
+        if self._communicates and weights.is_automatic:
+            weights.window.unit = common_unit(of_ranks)
+        return weights.weigh_loss(loss, active)
+
+    def warn(self, weights: BatchWeights, of_ranks: Sequence[float]) -> None:
+        """Warn once, on the first rank with data, if ranks had different weights in the last synchronisation."""
+        known = [*filter(None, of_ranks)]
+        if not self._communicates or weights.is_automatic or len({*known}) < 2:
             return
-        self._warn(
-            "`training_step` communicates between ranks, whose batches have different numbers of samples. A loss"
-            " that each rank computes from the features or statistics of all ranks, as in SimCLR, CLIP or Barlow"
-            ' Twins, needs `weight_by="equal"`. Ignore this if the loss is a mean over the samples of one rank.'
-        )
+        if self._rank == list(of_ranks).index(known[0]):
+            self._warn(
+                "`training_step` communicates between ranks, whose batches have different weights. Under manual"
+                " optimization, gradients that flow through collectives, as of `SyncBatchNorm` or gathered features,"
+                ' are not weighted. Use batches of equal size or automatic optimization, or `weight_by="equal"` if each'
+                " rank computes the loss of all samples. Ignore this if no gradient flows through collectives."
+            )

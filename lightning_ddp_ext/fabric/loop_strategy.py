@@ -18,6 +18,7 @@ from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._lightning import FabricDDPStrategy, rank_zero_warn
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import argument_names, refuse_unknown
+from lightning_ddp_ext.batches.weights import common_unit
 from lightning_ddp_ext.clusters.process_group_options import ConnectedMixin, StartMethod
 from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
@@ -266,6 +267,8 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
                 " `fabric.backward` of the batch."
             )
         active = range(self.world_size) if self._participation is None else self._participation.active
+        if gradient.reducer.normalizes_over_ranks:
+            self._window.unit = common_unit(gradient.reducer.control.weights)
         factor = self._window.begin_pass(batch, new, active, self._accumulating)
         for one in new:
             one.is_new = one.has_skipped = False

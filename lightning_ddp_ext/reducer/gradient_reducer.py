@@ -58,6 +58,8 @@ class GradientReducer:
         control: The weights of all ranks in the last synchronisation, and further numbers that ranks send each other
             in every synchronisation, such as a request to stop; see `Control`.
         buffers: The buffers, of which integers may be kept until `buffers.settle()`; see `BufferSynchronizer`.
+        normalizes_over_ranks: Whether the module has `nn.SyncBatchNorm`. Its gradients are exact for different weights
+            only if the losses are weighted: multiply them by the weight, and give `scale=1.0`.
 
     Raises:
         TypeError: If `bucket_cap_mb` is not a number.
@@ -119,8 +121,10 @@ class GradientReducer:
         self._expected_total = 1.0
         broadcast_all([*self._parameters, *fixed_parameters(module), *self.buffers.dense()], self._group)
         self.buffers.remember()
-        communicates = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-        self._scheduler = BucketScheduler(self._parameters, self._layout, self._transport, self._group, communicates)
+        self.normalizes_over_ranks = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        self._scheduler = BucketScheduler(
+            self._parameters, self._layout, self._transport, self._group, self.normalizes_over_ranks
+        )
         self._hook_context = hook_context
         self.defer_hooks()
 

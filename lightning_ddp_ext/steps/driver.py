@@ -285,8 +285,9 @@ class StepDriver:
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of a backward pass, weighted relative to earlier ones of the window."""
-        assert self.weights is not None
-        return self.weights.weigh_loss(loss, len(self._active))
+        assert self.weights is not None and self.gradient is not None  # noqa: PT018
+        of_ranks = self.gradient.reducer.control.weights
+        return self._communication.weigh_loss(loss, self.weights, of_ranks, len(self._active))
 
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
@@ -340,7 +341,8 @@ class StepDriver:
         self._evaluated = torch.nan
         if self.gradient is not None:
             self.gradient.reducer.buffers.settle()  # all ranks end the batch, and all its hooks have run
-            self._communication.warn(self.gradient.reducer.control.weights)
+            assert self.weights is not None
+            self._communication.warn(self.weights, self.gradient.reducer.control.weights)
         self._leave_batch()
 
     def _leave_batch(self) -> None:

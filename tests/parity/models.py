@@ -140,6 +140,16 @@ class Moving(nn.Module):
         return result
 
 
+class SynchronizedNorm(nn.SyncBatchNorm):
+    """Normalises the samples of all ranks on a CPU too, and so without the code of torch for devices."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        sums = torch.stack([features.sum(0), features.square().sum(0), torch.full_like(features[0], len(features))])
+        total = all_reduce(sums) if dist.is_initialized() else sums
+        mean, square, _ = total / total[2]
+        return (features - mean) / (square - mean.square() + self.eps).sqrt() * self.weight + self.bias
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -442,11 +452,16 @@ class WithHistory(torch.optim.Optimizer):
 
 
 class Manual(Classifier):
-    """A manual step; `lr` gives its learning rate by rank and batch."""
+    """A manual step; `lr` gives its learning rate by rank and batch, and `compute` another loss."""
 
-    def __init__(self, optimizer: Any = torch.optim.SGD, lr: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Any = torch.optim.SGD,
+        lr: Callable[[int], float] | None = None,
+        compute: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
         super().__init__(optimizer)
-        self.automatic_optimization, self.rate = False, lr
+        self.automatic_optimization, self.rate, self.compute = False, lr, compute
         self.register_buffer("steps", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -454,7 +469,8 @@ class Manual(Classifier):
         if self.rate is not None:
             optimizer.param_groups[0]["lr"] = self.rate(batch_idx)
         optimizer.zero_grad()
-        self.manual_backward(self.loss(batch) * (1 + 0.1 * self.steps))
+        loss = self.loss(batch) if self.compute is None else self.compute(self, batch)
+        self.manual_backward(loss * (1 + 0.1 * self.steps))
         optimizer.step()
         self.steps += 1  # after the last synchronisation of the step
 

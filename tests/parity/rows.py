@@ -44,6 +44,10 @@ def layer() -> nn.Module:
     return nn.Linear(5, 3)
 
 
+def normalised_over_ranks() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), models.SynchronizedNorm(4), nn.Tanh(), nn.Linear(4, 3))
+
+
 def critic() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -176,8 +180,9 @@ EXACT = {
     # Their closures communicate for the loss of all ranks, for which one rank warns.
     "by the loss, manually": Row(partial(models.SteppingByTheLoss, False), columns=OF_RANKS, warns=None),
     "by the loss, with torch's optimizer": Row(partial(models.SteppingByTheLoss, True), columns=OF_RANKS, warns=None),
-    "twins": step(models.twins, weight_by="equal", wrong="samples", columns=OWN),
-    "all pairs": step(models.all_pairs, lacking="all_to_all", weight_by="equal", wrong="samples", columns=OWN),
+    "twins": step(models.twins, weight_by="equal", wrong="sum", columns=OWN),
+    "all pairs": step(models.all_pairs, lacking="all_to_all", weight_by="equal", wrong="sum", columns=OWN),
+    "all pairs by samples": step(models.all_pairs, lacking="all_to_all", wrong="sum", columns=OWN),
     "own pairs": step(models.own_pairs, lacking="all_to_all", weight_by="sum", wrong="samples", columns=OWN),
     "skipped": skips([[3, 7, 2, 7], [1, 7, 4, 7]]),
     "skipped, the first batch": skips([[7, 3], [7, 2]]),
@@ -209,8 +214,14 @@ EXACT = {
     "counts that are kept from the second epoch": counts("", resets=False, first_epoch=1, warns=KEPT),
     "metrics that communicate": Row(models.Communicating, columns=OWN),
     "twins of equal batches": step(models.twins, ((3, 3), (3, 3)), wrong=None, is_exact=False, columns=OWN),
-    "twins by samples": step(models.twins, wrong=None, is_exact=False, columns=OWN,
-                            warns=("communicates between ranks", 1)),
+    "twins by samples": step(models.twins, wrong="sum", columns=OWN),
+    "twins, manually": Row(partial(models.Manual, compute=models.twins), wrong=None, is_exact=False, columns=OWN,
+                           warns=("communicates between ranks", 1)),
+    "twins, manually, with equal weights": Row(partial(models.Manual, compute=models.twins), weight_by="equal",
+                                               wrong="sum", columns=OWN),
+    # Under Fabric, ranks without data would normalise copies too.
+    "normalised over ranks": Row(partial(Layers, normalised_over_ranks), wrong="equal",
+                                 columns=(*OF_RANKS, "fabric balanced_ddp", "fabric ddp_checkpoint")),
     "coupled": step(models.coupled, weight_by="equal", wrong=None, lacking="all_to_all",
                     columns=(*OWN, "balanced_ddp")),
     "the first rank without samples": Row(Momentum, options={"split": None, "gpu0_batch_size": 0}, wrong=None,
