@@ -1,8 +1,8 @@
-"""Step times of this tree beside another commit and beside the usual alternative: `python benchmarks/regress.py BASE`.
+"""Step times of this tree beside other commits and beside the usual alternative: `python benchmarks/regress.py BASE`.
 
-Each cell has three contenders: the strategy of BASE, the strategy of this tree (with uncommitted changes), and a peer.
-They take turns of a fifth of a second within one run each; a ratio is the median of the ratios within rounds, with
-its 95 % interval. A run of all cells takes about a quarter of an hour on two free cores.
+The contenders of a cell are the strategy of each BASE, the strategy of this tree (with uncommitted changes), and a
+peer. They take turns of a fifth of a second within one run each; a ratio is the median of the ratios within rounds,
+with its 95 % interval. A run of all cells with one BASE takes about twelve minutes on two free cores.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE, HERE, PEER = "base", "here", "peer"
-STARTS, ROUNDS, TURN = 3, 6, 0.2  # new processes, rounds of each, seconds of a turn
+HERE, PEER = "here", "peer"
+STARTS, ROUNDS, TURN = 2, 9, 0.2  # new processes, rounds of each, seconds of a turn
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Cell:
     title: str
     ours: dict[str, Any]
     peer: dict[str, Any]
+
+    def is_in(self, tree: Path) -> bool:
+        """Whether a tree has the strategy."""
+        files = (tree / "lightning_ddp_ext").rglob("*.py")
+        return any(f'"{self.ours["strategy"]}"' in file.read_text() for file in files)
 
 
 def find_cells() -> Iterator[Cell]:
@@ -76,42 +81,49 @@ def checkout(commit: str) -> Iterator[Path]:
         yield Path(folder).resolve()
 
 
-def measure(cell: Cell, base: Path, starts: int) -> dict[str, list[float]]:
+def measure(cell: Cell, trees: dict[str, Path], starts: int) -> dict[str, list[float]]:
     """Return the median step times of the contenders in each round, in seconds."""
-    times: dict[str, list[float]] = {BASE: [], HERE: [], PEER: []}
-    trees = {BASE: base, HERE: ROOT, PEER: ROOT}
+    able = [name for name, tree in trees.items() if name == PEER or cell.is_in(tree)]
+    times: dict[str, list[float]] = {name: [] for name in able}
     for start in range(starts):
-        with started({BASE: cell.ours, HERE: cell.ours, PEER: cell.peer}, trees) as fits:
+        with started({name: cell.peer if name == PEER else cell.ours for name in able}, trees) as fits:
             steps = {name: max(10, math.ceil(TURN / fit.run(10))) for name, fit in fits.items()}
             for round_ in range(ROUNDS):
-                for name in order_of([*fits], start + round_):
+                for name in order_of(able, start + round_):
                     times[name].append(fits[name].run(steps[name]))
     return times
+
+
+def compare(times: dict[str, list[float]], one: str, other: str) -> str:
+    """Return the ratio of two contenders with its interval, or a dash if one of them has no such strategy."""
+    if one not in times or other not in times:
+        return "-"
+    return format_ratio(estimate_median([a / b for a, b in zip(times[one], times[other], strict=True)]))
 
 
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("base", metavar="BASE", help="commit to compare with")
+    parser.add_argument("bases", metavar="BASE", nargs="+", help="commits to compare with")
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of the titles of the cells that are measured")
     parser.add_argument("--starts", type=int, default=STARTS, help=f"new processes, for {ROUNDS} rounds each")
     options = parser.parse_args()
-    table = Table(title=f"Time of a step: {options.base}, this tree and a peer")
-    for column in ("cell", "ms: base, here, peer", "base / peer", "here / peer", "here / base", "load"):
+    pairs = [(name, PEER) for name in (*options.bases, HERE)] + [(HERE, name) for name in options.bases]
+    table = Table(title="Time of a step: " + ", ".join(options.bases) + ", this tree (here) and a peer")
+    titles = [f"{one} / {other}" for one, other in pairs]
+    for column in ("cell", "ms", *titles, "load"):
         table.add_column(column, justify="left" if column == "cell" else "right")
     console = Console(width=max(130, Console().width))
-    with checkout(options.base) as base:
+    with ExitStack() as checkouts:
+        trees = {base: checkouts.enter_context(checkout(base)) for base in options.bases} | {HERE: ROOT, PEER: ROOT}
         for cell in find_cells():
             if not any(part in cell.title for part in options.cells):
                 continue
-            times = measure(cell, base, options.starts)
-            ratios = [
-                format_ratio(estimate_median([one / other for one, other in zip(times[a], times[b], strict=True)]))
-                for a, b in ((BASE, PEER), (HERE, PEER), (HERE, BASE))
-            ]
-            milliseconds = ", ".join(f"{1000 * median(one):.2f}" for one in times.values())
-            table.add_row(cell.title, milliseconds, *ratios, f"{os.getloadavg()[0]:.1f}")
-            console.print(cell.title, milliseconds, *ratios, sep="  ", highlight=False)
+            times = measure(cell, trees, options.starts)
+            milliseconds = ", ".join(f"{1000 * median(times[name]):.2f}" if name in times else "-" for name in trees)
+            row = [cell.title, milliseconds, *(compare(times, *pair) for pair in pairs), f"{os.getloadavg()[0]:.1f}"]
+            table.add_row(*row)
+            console.print(*row, sep="  ", highlight=False, soft_wrap=True)
     console.print(table)
 
 

@@ -154,8 +154,9 @@ def _fit(
     network = chosen.build()
     if isinstance(network, Segmented):
         network.mode = mode  # type: ignore[assignment]
-    classes = {"ddp": pl.strategies.DDPStrategy, "balanced_ddp": lightning_ddp_ext.BalancedDDPStrategy}
-    made = classes[strategy](**arguments) if arguments else strategy
+    made: Any = strategy
+    if arguments:
+        made = (pl.strategies.DDPStrategy if strategy == "ddp" else lightning_ddp_ext.BalancedDDPStrategy)(**arguments)
     loader = load_samples(batch_size or chosen.batch_size, chosen.shape)
     pl.Trainer(
         strategy=made, devices=replicas * ranks, accelerator="cpu", plugins=[LightningEnvironment()], max_epochs=-1,
