@@ -67,7 +67,7 @@ def find_cells() -> Iterator[Cell]:
         ours = {"ranks": 2, "case": case, "batch_size": size, "strategy": "balanced_ddp"}
         peer = {**ours, "batch_size": size // 2, "strategy": "ddp"}
         yield Cell(f"balanced_ddp, {case}, equal ranks / ddp", ours, peer)
-    slow = {"ranks": 2, "case": "conv net", "slowness": (3, 1), "skip": 45, "strategy": "balanced_ddp"}
+    slow = {"ranks": 2, "case": "conv net", "slowness": {0: 3}, "skip": 45, "strategy": "balanced_ddp"}
     for name, arguments in {"best split": {"split": [16, 48]}, "even": {"balance": "even"}}.items():
         yield Cell(f"balanced_ddp auto, slow rank / {name}", slow, {**slow, "arguments": arguments})
 

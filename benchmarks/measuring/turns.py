@@ -14,10 +14,11 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -142,10 +143,10 @@ def _fit(
     replicas: int = 1,
     threads: int = 1,
     mode: str = "none",
-    slowness: Sequence[int] = (1, 1),
+    slowness: Mapping[int, int] = MappingProxyType({}),
     skip: int = 0,
 ) -> None:
-    """Fit until the process is killed; `skip` steps come before the first turn."""
+    """Fit until the process is killed; `skip` steps come before the first turn, and `slowness` is by rank, else 1."""
     import lightning_ddp_ext
 
     torch.set_num_threads(threads)
@@ -162,4 +163,4 @@ def _fit(
         strategy=made, devices=replicas * ranks, accelerator="cpu", plugins=[LightningEnvironment()], max_epochs=-1,
         callbacks=[_Turns(pipe, pipe.recv() + skip)], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-    ).fit(_Regression(network, slowness[rank]), loader)  # fmt: skip
+    ).fit(_Regression(network, slowness.get(rank, 1)), loader)  # fmt: skip
