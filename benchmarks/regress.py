@@ -11,7 +11,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -29,7 +29,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE, PEER = "here", "peer"
-STARTS, ROUNDS, TURN = 2, 9, 0.2  # new processes, rounds of each, seconds of a turn
+STARTS, ROUNDS, TURN, LEAST = 2, 9, 0.2, 4  # new processes, rounds of each, seconds and least steps of a turn
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Cell:
         return any(f'"{self.ours["strategy"]}"' in file.read_text() for file in files)
 
 
-def find_cells() -> Iterator[Cell]:
-    """Yield all cells."""
+def find_cells(many: Iterable[int]) -> Iterator[Cell]:
+    """Yield all cells; those that show how the time grows have `many` ranks."""
     for case in (DEEP, SMALL, SMALL_CONV):
         shared = {"ranks": 2, "case": case}
         yield Cell(f"ddp_join, {case} / ddp", {**shared, "strategy": "ddp_join"}, {**shared, "strategy": "ddp"})
-    for ranks in (8, 16, 32):
+    for ranks in many:
         shared = {"ranks": ranks, "case": SMALL}
         yield Cell(f"ddp_join, {ranks} ranks / ddp", {**shared, "strategy": "ddp_join"}, {**shared, "strategy": "ddp"})
     for case in ("transformer", "MLP", MANY):
@@ -87,7 +87,7 @@ def measure(cell: Cell, trees: dict[str, Path], starts: int) -> dict[str, list[f
     times: dict[str, list[float]] = {name: [] for name in able}
     for start in range(starts):
         with started({name: cell.peer if name == PEER else cell.ours for name in able}, trees) as fits:
-            steps = {name: max(10, math.ceil(TURN / fit.run(10))) for name, fit in fits.items()}
+            steps = {name: max(LEAST, math.ceil(TURN / fit.run(10))) for name, fit in fits.items()}
             for round_ in range(ROUNDS):
                 for name in order_of(able, start + round_):
                     times[name].append(fits[name].run(steps[name]))
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("bases", metavar="BASE", nargs="+", help="commits to compare with")
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of the titles of the cells that are measured")
     parser.add_argument("--starts", type=int, default=STARTS, help=f"new processes, for {ROUNDS} rounds each")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[8, 16], help="numbers of ranks of a small model")
     options = parser.parse_args()
     pairs = [(name, PEER) for name in (*options.bases, HERE)] + [(HERE, name) for name in options.bases]
     table = Table(title="Time of a step: " + ", ".join(options.bases) + ", this tree (here) and a peer")
@@ -116,7 +117,7 @@ def main() -> None:
     console = Console(width=max(130, Console().width))
     with ExitStack() as checkouts:
         trees = {base: checkouts.enter_context(checkout(base)) for base in options.bases} | {HERE: ROOT, PEER: ROOT}
-        for cell in find_cells():
+        for cell in find_cells(options.ranks):
             if not any(part in cell.title for part in options.cells):
                 continue
             times = measure(cell, trees, options.starts)
