@@ -42,6 +42,9 @@ BatchNorm = _BatchNorm
 # The base of every layer with running statistics, including instance normalisation.
 Normalisation = _NormBase
 
+# Sees each operation of torch in a block, with its results.
+OperationMode: Any = TorchDispatchMode
+
 _VERSION = attrgetter("_version")
 
 _WORDS = 1 << 16  # of a block, so that intermediate results stay in the cache of a core

@@ -1,21 +1,19 @@
 """Callback that compares the gradient of the parts of a batch with the gradient of the whole batch."""
 
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
-from lightning_ddp_ext._compat.torch import BatchNorm, replaced_collectives
-from lightning_ddp_ext._lightning import Callback, DummyLogger, LightningModule, MixedPrecision, Trainer, rank_zero_warn
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.torch import BatchNorm
+from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.containers import to_device
@@ -24,10 +22,10 @@ from lightning_ddp_ext.batches.weights import WeightBy
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.replicas.replicated_step import transfer
-from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+from lightning_ddp_ext.verification.gradient_fit import GradientFit
+from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, describe_error
 
 _SHOWN = 8  # weights in a message
 
@@ -96,7 +94,7 @@ class GradientCheck(Callback):
         self.records: list[GradientRecord] = []
         self.reason: str | None = None
         self._batch = 0
-        self._step: _BatchReplay | None = None
+        self._step: BatchReplay | None = None
         self._has_ended = False
 
     @override
@@ -108,7 +106,7 @@ class GradientCheck(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._has_ended:
-            self._step = _BatchReplay(trainer, pl_module, batch, batch_idx)
+            self._step = BatchReplay(trainer, pl_module, batch, batch_idx)
 
     # After the step, so that an error of the step is raised by training itself, and the weights of the parts are known.
     @override
@@ -160,166 +158,42 @@ class GradientCheck(Callback):
         """End the comparisons if the block finds that a check is impossible."""
         try:
             yield
-        except _ImpossibleError as error:
+        except ImpossibleError as error:
             self.reason, self._has_ended = str(error), True
             compared = f"{len(self.records)} of {self.batches} batches" if self.records else "nothing"
             rank_zero_warn(f"GradientCheck compared {compared}: {error}.", category=UserWarning)
 
 
-class _ImpossibleError(Exception):
-    """Reason why a run or a batch cannot be checked."""
-
-
 @contextmanager
 def _raised_on_every_rank(group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise an _ImpossibleError of any rank on all ranks, after the block."""
+    """Raise an ImpossibleError of any rank on all ranks, after the block."""
     problem = None
     try:
         yield
-    except _ImpossibleError as error:
+    except ImpossibleError as error:
         problem = str(error)
     for rank, found in enumerate(gather_objects(problem, group)):
         if found is not None:
-            raise _ImpossibleError(f"{found} (rank {rank})")
+            raise ImpossibleError(f"{found} (rank {rank})")
 
 
 def _check_run(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, BalancedDataParallelStrategy | ExplicitDDPStrategy):
-        raise _ImpossibleError(
+        raise ImpossibleError(
             f"{type(strategy).__name__} is not one of `balanced_dp`, `balanced_ddp`, `ddp_checkpoint` and `ddp_join`"
         )
     if isinstance(strategy, ExplicitDDPStrategy) and trainer.world_size == 1:
-        raise _ImpossibleError("there is one process")
+        raise ImpossibleError("there is one process")
     if not module.automatic_optimization:
-        raise _ImpossibleError("under manual optimization the step itself decides which gradients reach an optimizer")
+        raise ImpossibleError("under manual optimization the step itself decides which gradients reach an optimizer")
     if takes_dataloader_iter(module, "training_step"):
-        raise _ImpossibleError(
+        raise ImpossibleError(
             "`training_step(self, dataloader_iter)` fetches batches itself, so that no batch can be run again"
         )
 
 
-class _BatchReplay:
-    """Copy of a batch and of the module before the batch, on which the training step can run again."""
-
-    def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.module = module
-        self.draws = False  # whether a step drew random numbers
-        self._loss_dtypes: set[torch.dtype] = set()
-        self._trainer = trainer
-        self._batch_idx = batch_idx
-        self._problem: Exception | None = None
-        with preserved_rng_state(module.device):
-            try:
-                self._batch = copy.deepcopy(batch)
-                self._copy = self._copied(module)
-            except Exception as error:
-                self._problem = error
-
-    @property
-    def batch(self) -> Any:
-        """The copied batch, if there are copies."""
-        if self._problem is not None:
-            raise _ImpossibleError(f"batch or module cannot be copied: {_describe(self._problem)}")
-        return self._batch
-
-    @property
-    def tolerance(self) -> float:
-        """Largest relative difference that rounding explains."""
-        kinds = self._loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
-        return float(min(max(torch.finfo(kind).eps for kind in kinds) ** 0.5, 0.01))
-
-    @contextmanager
-    def training_unaffected(self) -> Iterator[None]:
-        """Restore the RNG state, and keep gradients from the module, which a lambda of a copy may call."""
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            with preserved_rng_state(self.module.device):
-                yield
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-
-    def gradient(self, batch: Any, *, transferred: bool = True) -> Tensor:
-        """Return the gradient of a batch as one vector in float64; unless `transferred`, after transfer hooks."""
-        device, plugin = self.module.device, self._trainer.precision_plugin
-        # No autocast, because its rounding would hide differences.
-        precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
-        alone = replaced_collectives(
-            lambda group, name: _refuse_collective, lambda group: group, lambda: None, lambda name: None
-        )
-        try:
-            with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, _NoDropout():
-                module = self._copied(self._copy)
-                batch = copy.deepcopy(batch)
-                if not transferred:
-                    batch = transfer(batch, self.module, module, device, dataloader_idx=0)
-                module.on_train_batch_start(batch, self._batch_idx)
-                output = module.training_step(*(batch, self._batch_idx)[: 1 + takes_batch_idx(module)])
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if loss is None:
-                    raise _ImpossibleError("`training_step` returned None")
-                self._loss_dtypes.add(loss.dtype)
-                module.backward(loss)
-                self.draws |= states != capture_rng_state(device)
-        except _ImpossibleError:
-            raise
-        except Exception as error:
-            raise _ImpossibleError(f"`training_step` failed on a copy of the module: {_describe(error)}") from error
-        return torch.cat([_flat(torch.zeros_like(p) if p.grad is None else p.grad) for p in module.parameters()])
-
-    def _copied(self, module: LightningModule) -> Any:
-        view = _TrainerView(self._trainer)
-        copied: Any = copy.deepcopy(module, {id(self._trainer): view})
-        copied.trainer = view
-        copied.log = lambda *_, **__: None
-        # `_NoDropout` sees neither kernels that apply dropout, nor the recomputation of activations.
-        for part in copied.modules():
-            if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
-                part.dropout = 0.0
-            elif isinstance(part, _DROPOUT):
-                part.p = 0.0
-        return copied
-
-
-class _TrainerView:
-    """The Trainer for a copy of the module: reads pass through, writes and logged values are dropped."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.logger = None if trainer.logger is None else DummyLogger()
-        self.loggers = [DummyLogger() for _ in trainer.loggers]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_trainer"], name)
-
-    def __deepcopy__(self, memo: Any) -> "_TrainerView":
-        return self
-
-
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-class _NoDropout(TorchFunctionMode):
-    """Switches dropout off in modules and functions, while the model stays in training mode."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "training" in kwargs and ("dropout" in name or name == "multi_head_attention_forward"):
-            kwargs["training"] = False
-        if "dropout_p" in kwargs:
-            kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-def _refuse_collective(*_: Any, **__: Any) -> Any:
-    raise _ImpossibleError("`training_step` communicates between ranks, which the whole batch on one rank cannot do")
-
-
-def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _BatchReplay, batch: int) -> GradientRecord | None:
+def _compare_chunks(strategy: BalancedDataParallelStrategy, step: BatchReplay, batch: int) -> GradientRecord | None:
     """Compare the chunks of `balanced_dp` on the first device; return None for fewer than two chunks."""
     record, chunks, whole = strategy.last_batch, strategy.cut(step.batch), step.batch
     weighted = {index: weight for index, weight in enumerate(record.weights) if weight}
@@ -327,12 +201,13 @@ def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _BatchReplay, 
         return None
     if record.skipped:
         whole = _join([chunks[index] for index in record.active], strategy.batch_dim, step.module.device)
-    vectors = [step.gradient(part, transferred=False) for part in (*(chunks[index] for index in weighted), whole)]
+    parts = [step.run(chunks[index], transferred=False).gradients for index in weighted]
+    fit = GradientFit(step.run(whole, transferred=False).gradients, parts)
     sizes = [record.sizes[index] for index in weighted]
-    return GradientComparison(vectors).record(batch, [*weighted.values()], sizes, strategy.weight_by, step)
+    return _record(fit, batch, [*weighted.values()], sizes, strategy.weight_by, step)
 
 
-def _compare_ranks(strategy: ExplicitDDPStrategy, step: _BatchReplay, batch: int) -> GradientRecord | None:
+def _compare_ranks(strategy: ExplicitDDPStrategy, step: BatchReplay, batch: int) -> GradientRecord | None:
     """Compare the batches of the ranks, alike on every rank; return None if fewer than two have a weight."""
     assert strategy.reducer is not None
     group, weight, rank = strategy.reducer.process_group, strategy.batch_weight, strategy.global_rank
@@ -348,21 +223,21 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _BatchReplay, batch: int
     if len(active) < 2:
         return None
 
-    own, vectors = None, []
+    own, of_whole = None, None
     with _raised_on_every_rank(group):
         if rank == active[0]:  # it runs the whole batch
             parts = [unpack(sent[index])[0] for index in active]
-            vectors = [step.gradient(_join(parts, strategy.batch_dim, step.module.device))]
+            of_whole = step.run(_join(parts, strategy.batch_dim, step.module.device)).gradients
         if weight:
-            own = step.gradient(given)
+            own = step.run(given).gradients
     # A collective of all ranks, after errors of any rank have been raised on all of them.
     step.draws, record = any(gather_objects(step.draws, group)), None
     found = gather_objects(own, group, active[0])
-    if rank == active[0]:
+    if of_whole is not None:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
         factors, counted = [weights[index] / total for index in active], [sizes[index] for index in active]
-        comparison = GradientComparison([*(found[index] for index in active), *vectors])
-        record = asdict(comparison.record(batch, factors, counted, strategy.weight_by, step))
+        fit = GradientFit(of_whole, [found[index] for index in active])
+        record = asdict(_record(fit, batch, factors, counted, strategy.weight_by, step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
 
@@ -370,11 +245,11 @@ def _pack(batch: Any, drawn: float | None, batch_dim: int) -> Tensor:
     """Serialise a batch for the first rank, which joins the batches by samples."""
     packed = pack(batch)
     if packed.skipped:
-        raise _ImpossibleError(f"batches hold {name_skipped(packed.skipped)}, which cannot be sent to another rank")
+        raise ImpossibleError(f"batches hold {name_skipped(packed.skipped)}, which cannot be sent to another rank")
     with suppress(BatchSplitError):  # `_join` raises with the reason
         size = count_samples(batch, batch_dim)
         if size != drawn:
-            raise _ImpossibleError(
+            raise ImpossibleError(
                 f"the loader drew {drawn:g} samples for a batch whose size along `batch_dim={batch_dim}` is {size}, so"
                 " that the batches of the ranks cannot be joined by samples. Set `batch_dim` to the dimension that"
                 " counts samples, or `batch_size=None` in the `DataLoader` if its dataset makes whole batches"
@@ -386,17 +261,10 @@ def _join(batches: Sequence[Any], batch_dim: int, device: torch.device) -> Any:
     try:
         return to_device(join_batches(batches, batch_dim), device)
     except Exception as error:
-        raise _ImpossibleError(f"the parts cannot be joined: {_describe(error)}") from error
+        raise ImpossibleError(f"the parts cannot be joined: {describe_error(error)}") from error
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).cpu().double()
-
-
-def _find_remedy(
-    comparison: "GradientComparison", sizes: Sequence[float | None], weight_by: WeightBy, step: _BatchReplay
-) -> str:
+def _find_remedy(comparison: GradientFit, sizes: Sequence[float | None], weight_by: WeightBy, step: BatchReplay) -> str:
     """Return the remedy for the cause that the best weights of the parts point at."""
     tolerance, fitted = step.tolerance, comparison.fitted
     choices = {"sum": [1.0] * len(sizes)}
@@ -443,46 +311,15 @@ def _show(weights: Sequence[float]) -> str:
     return shown if len(weights) <= _SHOWN else f"{shown}, ..."
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")
-
-
-class GradientComparison:
-    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch, the last vector.
-
-    `fitted` are the weights with the least difference; None if they are not unique, or fit any gradient.
-    """
-
-    def __init__(self, vectors: Sequence[Tensor]) -> None:
-        *parts, self._whole = vectors
-        self._parts = torch.stack(parts, dim=1)
-        self.fitted: list[float] | None = None
-        used = int(((self._parts != 0).any(1) | (self._whole != 0)).sum())
-        if used > len(parts) and self._parts.isfinite().all() and self._whole.isfinite().all():
-            fit = torch.linalg.lstsq(self._parts, self._whole.unsqueeze(1), driver="gelsd")
-            self.fitted = fit.solution.squeeze(1).tolist() if fit.rank == len(parts) else None
-
-    def record(
-        self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _BatchReplay
-    ) -> GradientRecord:
-        """Return the record of parts with these weights and numbers of samples."""
-        names, parameters = zip(*step.module.named_parameters(), strict=True)
-        numbers = [parameter.numel() * (1 + parameter.is_complex()) for parameter in parameters]
-        differences = (torch.split(vector, numbers) for vector in (self._residual(weights), self._whole))
-        by_name = dict(zip(names, zip(*differences, strict=True), strict=True))
-        name = max(by_name, key=lambda name: float(by_name[name][0].norm()))
-        difference, most = self.difference(weights), _relative(*by_name[name])
-        remedy = None if difference <= step.tolerance else _find_remedy(self, sizes, weight_by, step)
-        return GradientRecord(batch, difference, name, most, step.tolerance, weights, self.fitted, remedy)
-
-    def difference(self, weights: Sequence[float]) -> float:
-        """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
-        return _relative(self._residual(weights), self._whole)
-
-    def _residual(self, weights: Sequence[float]) -> Tensor:
-        return self._parts @ torch.tensor(weights, dtype=torch.float64) - self._whole
-
-
-def _relative(difference: Tensor, whole: Tensor) -> float:
-    size, norm = float(difference.norm()), float(whole.norm())
-    return size / norm if norm else size and math.inf
+def _record(
+    fit: GradientFit,
+    batch: int,
+    weights: list[float],
+    sizes: Sequence[float | None],
+    weight_by: WeightBy,
+    step: BatchReplay,
+) -> GradientRecord:
+    """Return the record of parts with these weights and numbers of samples."""
+    difference, (name, most) = fit.difference(weights), fit.worst(weights)
+    remedy = None if difference <= step.tolerance else _find_remedy(fit, sizes, weight_by, step)
+    return GradientRecord(batch, difference, name, most, step.tolerance, weights, fit.fitted, remedy)

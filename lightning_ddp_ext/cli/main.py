@@ -46,6 +46,9 @@ def main() -> None:
     if sys.argv[1:2] == ["doctor"]:
         _quieten()
         raise SystemExit(_import("cli.doctor").doctor(sys.argv[2:]))
+    if sys.argv[1:2] == ["verify"]:
+        _quieten()
+        raise SystemExit(_import("cli.verify").main(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         # In front, because strategies append overrides to the arguments of the processes that they start.
         sys.argv.insert(1, "--config-dir=conf")

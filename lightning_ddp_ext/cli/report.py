@@ -100,23 +100,6 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     print_table(table)
 
 
-def print_comparison(
-    results: Mapping[str, float], single: Mapping[str, float], difference: float, trainer: Trainer
-) -> None:
-    """Print the test results of the run beside the results of one process, and the difference of the parameters."""
-    table = Table(title="The same batches in one process", title_justify="left")
-    for column in ("", "this run", "one process", "difference"):
-        table.add_column(column, justify="right" if column else "left", style="" if column else "bold")
-    for name in sorted(results.keys() & single.keys()):
-        ours, theirs = results[name], single[name]
-        table.add_row(name, f"{ours:.4f}", f"{theirs:.4f}", f"{abs(ours - theirs):.1e}")
-    table.add_row("all parameters, relative", "", "", f"{difference:.1e}")
-    if trainer.precision != "64-true":
-        table.caption = "Rounding errors grow with the steps; with trainer.precision=64-true they are much smaller."
-        table.caption_justify = "left"
-    print_table(table)
-
-
 def two_columns(title: str) -> Table:
     """Return an empty table of names and values."""
     table = Table(title=title, show_header=False, title_justify="left")

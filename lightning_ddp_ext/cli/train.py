@@ -1,30 +1,22 @@
-"""Training: fit, test and write the results into the run folder; the same once more in one process, to compare."""
+"""Training: fit, test and write the results into the run folder."""
 
-import copy
-import functools
 import itertools
-import math
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext._import_names import LIBRARIES
 from lightning_ddp_ext._lightning import (
     Callback,
-    LambdaCallback,
     LightningDataModule,
-    LightningEnvironment,
     LightningModule,
     Logger,
     MisconfigurationException,
@@ -35,16 +27,11 @@ from lightning_ddp_ext._lightning import (
     rank_zero_info,
     seed_everything,
 )
-from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import join_batches
-from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results
+from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_results
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
-from lightning_ddp_ext.cli.validate import QUIET, check_run, make, make_all, make_trainer, prepare_config
-from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
-from lightning_ddp_ext.distributed.serialization import name_skipped, pack
-from lightning_ddp_ext.errors import BatchSplitError, CheckpointRefusedError, DDPExtError, UnsupportedFeatureError
+from lightning_ddp_ext.cli.validate import check_run, make, make_all, make_trainer, prepare_config
+from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.resume.loading import TAKES_WEIGHTS_ONLY, WeightsOnlyLoadMixin, check_checkpoint
-from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 # Errors whose message is the whole explanation, at any time of a run.
 _EXPLAINED = (DDPExtError, MisconfigurationException)
@@ -59,7 +46,6 @@ class _Run:
     model: LightningModule
     data: LightningDataModule
     folder: Path
-    recorder: "BatchRecorder | None"
     summary: LaunchSummary
 
 
@@ -75,8 +61,6 @@ def train(config: DictConfig) -> None:
         if config.plot:
             draw_run(run.folder, run.trainer)
         print_results(results, run.trainer, run.folder)
-    if run.recorder is not None:
-        _compare(config, run, run.recorder, results)
 
 
 def _build(config: DictConfig) -> _Run:
@@ -91,12 +75,11 @@ def _build(config: DictConfig) -> _Run:
         callbacks = _enabled(make_all(config.callbacks, "callbacks", Callback), config.trainer)
         loggers = make_all(config.logger, "logger", Logger)
         folder = Path(hydra.runtime.output_dir)
-        recorder = BatchRecorder() if _compares(config, model, data) else None
         summary = LaunchSummary(folder, str(choices.strategy))
         trainer = make_trainer(
             config,
             strategy,
-            callbacks=[summary, *callbacks, *([recorder] if recorder else [])],
+            callbacks=[summary, *callbacks],
             logger=loggers or False,
             default_root_dir=str(config.trainer.default_root_dir or folder),
         )
@@ -104,7 +87,7 @@ def _build(config: DictConfig) -> _Run:
     except Exception as error:
         # Any error of a constructor: the run has not started, and the command prints one message.
         raise LaunchError(str(error)) from error
-    return _Run(trainer, model, data, folder, recorder, summary)
+    return _Run(trainer, model, data, folder, summary)
 
 
 def _enabled(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
@@ -112,29 +95,6 @@ def _enabled(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
     enabled = {ProgressBar: trainer.enable_progress_bar, ModelCheckpoint: trainer.enable_checkpointing}
     disabled = tuple(kind for kind, is_enabled in enabled.items() if is_enabled is False)
     return [callback for callback in callbacks if not isinstance(callback, disabled)]
-
-
-def _compares(config: DictConfig, model: LightningModule, data: LightningDataModule) -> bool:
-    """Return True if the run is compared with one process; refuse runs that one process cannot repeat."""
-    wanted = config.compare_single_process
-    if wanted is False or (wanted is None and config.data.get("train_fractions") is None):
-        return False
-    if has_started_before():
-        rank_zero_info("No comparison with one process, because this job was requeued.")
-        return False
-    hooks = ("on_before_batch_transfer", "on_after_batch_transfer")
-    reason = None
-    if not config.test:
-        reason = "compares the results of the test, and `test=false` is set"
-    elif config.ckpt_path is not None:
-        reason = "trains from the beginning, and `ckpt_path` resumes"
-    elif config.strategy.get("start_method") not in (None, "popen"):
-        reason = f"needs processes that outlive training, and `start_method={config.strategy.start_method}` ends them"
-    elif any(is_overridden(hook, source) for hook in hooks for source in (model, data)):
-        reason = "would change batches twice: `on_before_batch_transfer` or `on_after_batch_transfer` is overridden"
-    if reason is not None and wanted:
-        raise LaunchError(f"`compare_single_process=true` {reason}. Set `compare_single_process=false`.")
-    return reason is None
 
 
 def _fit(config: DictConfig, run: _Run) -> None:
@@ -155,16 +115,6 @@ def _test(config: DictConfig, run: _Run) -> Mapping[str, float]:
     keep_weights_for_testing(run.trainer)
     with _explained(config, run):
         return merge_results(run.trainer.test(run.model, datamodule=run.data, verbose=False))
-
-
-def _compare(config: DictConfig, run: _Run, recorder: "BatchRecorder", results: Mapping[str, float]) -> None:
-    """Train once more in one process, on rank 0, and print both results."""
-    if dist.is_initialized():
-        destroy_group()  # metrics would synchronise through it
-    if run.trainer.is_global_zero:
-        rank_zero_info("Training once more in one process, on the same batches.")
-        with _explained(config, run):
-            print_comparison(results, *train_single_process(config, run.trainer, recorder), run.trainer)
 
 
 @contextmanager
@@ -237,133 +187,6 @@ def _newest(folder: Path, pattern: str) -> float:
     return max((path.stat().st_mtime for path in folder.glob(pattern)), default=0.0)
 
 
-_CPU = torch.device("cpu")
-
-# (epoch, index of the batch of the single process)
-_BatchIndex = tuple[int, int]
-
-
-class BatchRecorder(Callback):
-    """Keeps every training batch of every rank in memory, and collects them on rank 0 at the end.
-
-    With our strategies, an accumulation window has the gradient of one large batch, and the single process trains on
-    one concatenated batch per window. Other strategies average batches, and the single process accumulates as well.
-    """
-
-    def __init__(self) -> None:
-        self.batches: dict[_BatchIndex, list[Any]] = {}
-        self.length: int | None = None  # batches per epoch of the single process, if known
-        self.accumulated = 1  # batches per optimizer step of the single process
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not getattr(trainer.strategy, "is_shadow", False):
-            index = trainer.current_epoch, batch_idx // _window(trainer)
-            recorded = copy.deepcopy(to_device(batch, _CPU))
-            if trainer.world_size > 1 and (skipped := pack(recorded).skipped):
-                raise UnsupportedFeatureError(
-                    f"rank {trainer.global_rank}: a batch holds {name_skipped(skipped)}, which cannot be sent to rank 0"
-                    " without running code there, and the comparison with one process needs all batches. Set"
-                    " `compare_single_process=false`."
-                )
-            self.batches.setdefault(index, []).append(recorded)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        batches = trainer.num_training_batches
-        self.length = None if math.isinf(batches) else math.ceil(batches / _window(trainer))
-        self.accumulated = trainer.accumulate_grad_batches // _window(trainer)
-        if trainer.world_size == 1:
-            return
-        group = own_group()
-        gathered: list[dict[_BatchIndex, list[Any]]] = gather_objects(dict(self.batches), group)
-        destroy_group(group)
-        indices = sorted({index for batches in gathered for index in batches})
-        self.batches = {index: [batch for batches in gathered for batch in batches.get(index, ())] for index in indices}
-
-
-def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> tuple[dict[str, float], float]:
-    """Repeat the training of `run`, whose process group is destroyed, in one process on the recorded batches.
-
-    Returns the test metrics, and the norm of the difference of all parameters to the run, relative to their norm.
-    """
-    seed_everything(config.seed, workers=True, verbose=False)
-    model: LightningModule = instantiate(config.model)
-    data: LightningDataModule = instantiate(config.data)
-    device = run.strategy.root_device
-    trainer: Trainer = instantiate(
-        config.trainer,
-        strategy="auto",
-        devices=1 if device.index is None else [device.index],
-        num_nodes=1,
-        plugins=config.trainer.plugins or [LightningEnvironment()],
-        callbacks=[LambdaCallback(on_train_batch_end=functools.partial(_stop_after, run.global_step))],
-        # The recorded batches are already limited by these arguments.
-        accumulate_grad_batches=recorder.accumulated,
-        limit_train_batches=None,
-        overfit_batches=0.0,
-        val_check_interval=None,
-        min_epochs=None,
-        min_steps=None,
-        profiler=None,
-        **QUIET,
-    )
-    concatenate = getattr(data, "concatenate_batches", _concatenate)
-    loader = _Replay(recorder, trainer, concatenate)
-    setattr(data, "train_dataloader", lambda: loader)  # noqa: B010  a method of this instance
-    trainer.fit(model, datamodule=data)
-    results = merge_results(trainer.test(model, datamodule=data, verbose=False))
-    assert run.lightning_module is not None
-    return results, _difference(run.lightning_module, model)
-
-
 def merge_results(by_loader: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the results of all test loaders, whose names Lightning makes distinct."""
     return {name: value for results in by_loader for name, value in results.items()}
-
-
-def _window(trainer: Trainer) -> int:
-    """Return the number of batches of a rank in one batch of the single process."""
-    return trainer.accumulate_grad_batches if isinstance(trainer.strategy, ExplicitDDPStrategy) else 1
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """A loader of the recorded batches."""
-
-    recorder: BatchRecorder
-    trainer: Trainer
-    concatenate: Callable[[Sequence[Any]], Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        for (epoch, _), batches in self.recorder.batches.items():
-            if epoch == self.trainer.current_epoch:
-                yield batches[0] if len(batches) == 1 else self.concatenate(batches)
-
-    def __len__(self) -> int:
-        if self.recorder.length is None:
-            raise TypeError("the number of batches was not known")
-        return self.recorder.length
-
-
-def _stop_after(steps: int, trainer: Trainer, *_: Any) -> None:
-    trainer.should_stop = trainer.should_stop or trainer.global_step >= steps
-
-
-def _concatenate(batches: Sequence[Any]) -> Any:
-    try:
-        return join_batches(batches)
-    except BatchSplitError as error:
-        raise UnsupportedFeatureError(
-            f"the batches of the ranks cannot be concatenated ({error.problem}), which the comparison with one process"
-            " needs. Give the data module a method `concatenate_batches(self, batches)`, or set"
-            " `compare_single_process=false`."
-        ) from error
-
-
-def _difference(one: LightningModule, other: LightningModule) -> float:
-    parameters, others = (
-        torch.cat([parameter.detach().to(_CPU, torch.float64).flatten() for parameter in module.parameters()])
-        for module in (one, other)
-    )
-    return float((parameters - others).norm() / others.norm())

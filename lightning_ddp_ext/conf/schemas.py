@@ -168,7 +168,6 @@ class TrainConfig:
     plot: bool = True
     ckpt_path: Optional[str] = None
     weights_only: bool = True
-    compare_single_process: Optional[bool] = None
     strategy: Any = MISSING
     process_group: Any = None
     network: Any = None

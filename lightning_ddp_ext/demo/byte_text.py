@@ -204,14 +204,6 @@ class StdlibStream(_StdlibData):
         stream = Paragraphs(self.train_files[rank::world_size], self.block_size)
         return DataLoader(stream, self.batch_size, collate_fn=pad)
 
-    def concatenate_batches(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Concatenate batches, padded to the longest piece of all."""
-        fillings = {"inputs": 0, "targets": _NO_TARGET}
-        return {
-            name: pad_sequence([row for batch in batches for row in batch[name]], True, filling)
-            for name, filling in fillings.items()
-        }
-
 
 def _read(files: Sequence[Path]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

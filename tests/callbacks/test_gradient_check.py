@@ -26,9 +26,9 @@ from lightning_ddp_ext import (
     DDPJoinStrategy,
 )
 from lightning_ddp_ext.callbacks import GradientCheck
-from lightning_ddp_ext.callbacks.gradient_check import GradientComparison
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
+from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from tests.support.processes import run_processes
 from tests.support.training import CLASSES, FEATURES, quiet_trainer
 
@@ -565,7 +565,8 @@ def test_dropout_is_off_in_kernels_and_in_the_recomputation_of_activations(modul
 
 def test_weights_are_fitted_only_if_they_are_unique():
     def fit(*vectors):
-        return GradientComparison(vectors).fitted
+        *parts, whole = ([("weight", vector)] for vector in vectors)
+        return GradientFit(whole, parts).fitted
 
     one, other = torch.randn(2, 9, dtype=torch.float64)
     assert fit(one, other, 2 * one - other) == pytest.approx([2, -1])

@@ -49,8 +49,6 @@ MISTAKES = {
     "data.train_fractions=[0.7,0.2]": "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]",
     "strategy=ddp_join data.train_fractions=[1.0]": "got [1.0] for 2 processes",
     "strategy=ddp data.train_fractions=[0.7,0.3]": "`strategy=ddp` needs equally many",
-    "compare_single_process=true test=false": "`compare_single_process=true` compares the results of the test",
-    "strategy=ddp_join strategy.start_method=spawn compare_single_process=true": "`start_method=spawn` ends them",
     # Each of these was a traceback, a hang or a message that named no setting.
     "model.width=1000000000000": "",
     "model.learning_rate=-1": "",

@@ -22,13 +22,6 @@ def test_padding_counts_no_tokens():
     assert count_tokens(batch) == 11
 
 
-def test_concatenated_batches_have_the_same_tokens():
-    batches = [pad([torch.arange(4)]), pad([torch.arange(9), torch.arange(3)])]
-    together = StdlibStream().concatenate_batches(batches)
-    assert together["inputs"].shape == together["targets"].shape == (3, 8)
-    assert count_tokens(together) == sum(map(count_tokens, batches))
-
-
 def test_files_for_training_validation_and_testing_are_distinct():
     data = StdlibStream(files=6)
     data.setup("fit")

@@ -1,0 +1,136 @@
+"""The subcommand `verify`: whether several devices train what one device trains, and if not, which line is why."""
+
+import argparse
+import importlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext._lightning import NAME, LightningDataModule, LightningModule
+from lightning_ddp_ext.verification import ImpossibleError, Report, verify
+from lightning_ddp_ext.verification.replay import describe_error
+
+_STYLES = {"ok": "green", "note": "yellow", "finding": "bold red"}
+_FINDING, _IMPOSSIBLE = 1, 2  # exit codes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    options = _parse(arguments)
+    logging.getLogger(NAME).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    errors = Console(stderr=True)
+    try:
+        model, data = _make(options)
+        with errors.status("importing") as status:
+            report = verify(model, data, limit=options.limit, progress=status.update)
+    except ImpossibleError as error:
+        if options.json:
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(f"lightning-ddp-ext verify: nothing was verified: {error}.", file=sys.stderr)
+        return _IMPOSSIBLE
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        _print(report)
+    return _FINDING if report.findings else 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ddp-ext verify",
+        description="Trains a module for a few steps on CPUs, in one process and on several ranks, and names the line"
+        " that is the reason if the results differ. It changes no file.",
+        epilog="Ends with exit code 0 if several devices train what one device trains, 1 if not, and 2 if that could"
+        " not be checked.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="path of a LightningModule: its class, an object, or a function that returns it,"
+                        " as in my_package.models:Model")  # fmt: skip
+    parser.add_argument("--data", help="path of a LightningDataModule or a DataLoader, likewise")
+    parser.add_argument("--batch", metavar="FILE", help="a batch that `torch.save` has written, instead of --data")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which all ends (%(default)g)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "arguments", nargs="*", help="arguments of the model and the data, as in model.width=8 data.size=4"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if not options.limit > 0:
+        parser.error(f"`--limit` must be above 0 seconds, got {options.limit:g}. Use 120, the default.")
+    if options.data and options.batch:
+        parser.error("`--data` and `--batch` exclude each other. Leave one out.")
+    return options
+
+
+def _make(options: argparse.Namespace) -> tuple[LightningModule, Any]:
+    """Make the model and the data of the command line."""
+    try:
+        given = OmegaConf.to_container(OmegaConf.from_dotlist(options.arguments))
+    except Exception as error:
+        raise ImpossibleError(f"the arguments cannot be read: {describe_error(error)}") from error
+    assert isinstance(given, Mapping)
+    unknown = [str(key) for key, value in given.items() if key not in ("model", "data") or not isinstance(value, dict)]
+    if unknown:
+        raise ImpossibleError(f"`{unknown[0]}` is no argument of the model or the data. Write model.<name>=<value>")
+    model = _load(options.model, given.get("model", {}), LightningModule)
+    if options.batch is None:
+        kinds = (LightningDataModule, DataLoader)
+        return model, None if options.data is None else _load(options.data, given.get("data", {}), *kinds)
+    try:
+        batch = torch.load(options.batch, weights_only=True)
+    except Exception as error:
+        raise ImpossibleError(
+            f"`--batch {options.batch}` cannot be read: {describe_error(error)}. Save tensors, and lists and"
+            " dictionaries of them, with `torch.save`"
+        ) from error
+    batches: Any = [batch]
+    return model, DataLoader(batches, batch_size=None)
+
+
+def _load(path: str, arguments: Mapping[str, Any], *kinds: type) -> Any:
+    """Return the object at `package.module:name`; a class or a function is called."""
+    module, separator, name = path.partition(":")
+    if not separator:
+        module, _, name = path.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, kinds):
+            found = found(**arguments)
+    except Exception as error:
+        raise ImpossibleError(f"`{path}` cannot be made: {describe_error(error)}") from error
+    if isinstance(found, kinds):
+        return found
+    expected = " or a ".join(kind.__name__ for kind in kinds)
+    raise ImpossibleError(f"`{path}` is a {type(found).__name__}, not a {expected}")
+
+
+def _print(report: Report) -> None:
+    table = Table(title="Several devices and one device", title_justify="left")
+    for column in ("check", "verdict", "found"):
+        table.add_column(column, overflow="fold")
+    for check in report.checks:
+        text = Text(check.text)
+        for line, style in ((check.where, "bold"), (check.remedy and f"Remedy: {check.remedy}.", "")):
+            if line:
+                text.append("\n").append(line, style=style)
+        table.add_row(check.name, Text(check.verdict, style=_STYLES[check.verdict]), text)
+    console = Console()
+    console.print(table)
+    if report.findings:
+        console.print(f"{len(report.findings)} of {len(report.checks)} checks have found something.", highlight=False)
+    if report.use:
+        console.print(f"Use Trainer({report.use}).", highlight=False, style="bold")
+    console.print(f"{report.seconds:.1f} s", highlight=False)

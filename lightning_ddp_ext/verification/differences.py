@@ -1,0 +1,148 @@
+"""The first operation of a training step whose result on a batch does not follow from the results on its parts."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ddp_ext.verification.operations import Line, Operation, Recording
+from lightning_ddp_ext.verification.relations import CHOICES, Relation, Relations
+from lightning_ddp_ext.verification.replay import ReplayedStep
+
+_ROUNDING = 0.6  # exponent of the precision in a tolerance: 4e-10 for double and 7e-5 for single precision
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """The operation at which samples influence each other, and what that means.
+
+    Attributes:
+        line: Where; None for a part of torch that no line of the program asks for.
+        module: The innermost module that runs there, by name and class.
+        meaning: What it means, in one clause.
+    """
+
+    line: Line | None
+    module: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """An operation of the whole batch with its counterparts, and the relation of its first result that has one."""
+
+    position: int
+    operation: Operation
+    relation: Relation
+    shapes: tuple[torch.Size, ...]
+
+
+class Differences:
+    """Relates the operations of a step on a whole batch to those of the same step on its parts.
+
+    Args:
+        whole: The step on the whole batch.
+        parts: The steps on its parts.
+        sizes: Number of samples of each part.
+    """
+
+    def __init__(self, whole: ReplayedStep, parts: Sequence[ReplayedStep], sizes: Sequence[int]) -> None:
+        self._recording, self._losses = _recording_of(whole), whole.losses
+        operations = self._recording.operations
+        kinds = {one.dtype for op in operations for one in op.results if one.is_floating_point()}
+        self.precision = max(torch.finfo(kind).eps for kind in kinds)  # the coarsest
+        self._relations = Relations(sizes, self.precision**_ROUNDING)
+        counterparts = _match(operations, [_recording_of(part).operations for part in parts])
+        self._matched: dict[int, _Matched] = {}
+        self.origin: dict[tuple[float, ...], Line | None] = {}  # of the weights of means: what they are divided by
+        for position, operation in enumerate(operations):
+            others = counterparts.get(position)
+            if others is not None and operation.is_of_batch:
+                self._relate(position, operation, others)
+
+    def _relate(self, position: int, operation: Operation, others: Sequence[Operation]) -> None:
+        before = len(self._relations.known)
+        for index, result in enumerate(operation.results):
+            of_parts = [other.results[index] for other in others if len(other.results) > index]
+            if len(of_parts) == len(others):
+                found = self._relations.find(operation.name, result, of_parts, operation.is_backward)
+                earlier = self._matched.get(position)
+                # The worst of its results.
+                if earlier is None or earlier.relation.kind == "unknown" or found.kind == "none":
+                    shapes = (result.shape, *(part.shape for part in of_parts))
+                    self._matched[position] = _Matched(position, operation, found, shapes)
+        for weights in self._relations.known[before:]:
+            self.origin[weights] = operation.line
+
+    def find(self) -> Culprit | None:
+        """Return the first operation without a relation that leads to a loss, or else one of a backward pass."""
+        leading = self._recording.leading_to(self._losses)
+        none = [one for one in self._matched.values() if one.relation.kind == "none"]
+        for one in none:
+            if one.position in leading:
+                return Culprit(one.operation.line, one.operation.module, self._explain(one))
+        for one in none:
+            if one.operation.is_backward and one.operation.line is not None:
+                return Culprit(one.operation.line, one.operation.module, "samples influence each other's gradients")
+        return None
+
+    def find_sum(self) -> Line | None:
+        """Return the line of the first operation that adds up samples and leads to a loss."""
+        leading = self._recording.leading_to(self._losses)
+        for one in self._matched.values():
+            if one.position in leading and one.relation.kind == "sum" and not one.operation.is_backward:
+                return one.operation.line
+        return None
+
+    def _explain(self, one: _Matched) -> str:
+        """Return what an operation without a relation does."""
+        name = one.operation.name
+        whole, *parts = one.shapes
+        inputs = [self._matched[source].relation for source in one.operation.sources if source in self._matched]
+        kinds = [relation.kind for relation in inputs]
+        if "batch_norm" in name:
+            return "batch normalisation computes with the statistics of the batch"
+        if all(len(shape) == len(whole) for shape in parts):
+            differing = sum(any(part[dim] != size for part in parts) for dim, size in enumerate(whole))
+            if differing > 1:
+                return "samples are compared with each other, as in a contrastive loss"
+        if CHOICES.fullmatch(name):
+            return "it depends on which other samples are in the batch (a choice, an extreme or a quantile)"
+        if "rows" in kinds and {"mean", "sum", "none"} & {*kinds}:
+            return "each sample is shifted or scaled by a statistic of the batch"
+        weights = {relation.weights if relation.kind == "mean" else relation.kind for relation in inputs}
+        if {*kinds} <= {"mean", "sum"} and len(weights) > 1:
+            return "terms are combined that are means over different things, or a mean and a sum"
+        if kinds and {*kinds} <= {"mean", "sum", "same"}:
+            return "it is no linear function of a mean or a sum over samples, as a root or a logarithm"
+        return "samples influence each other"
+
+
+def _recording_of(step: ReplayedStep) -> Recording:
+    assert step.recording is not None
+    return step.recording
+
+
+def _match(whole: Sequence[Operation], parts: Sequence[Sequence[Operation]]) -> dict[int, list[Operation]]:
+    """Return the counterparts of operations in the parts, by their position in the whole.
+
+    Operations with the same name, line and module correspond in their order, if there are equally many. If there are as
+    many as in all parts together, as in a loop over samples, each corresponds to one of one part.
+    """
+    groups: list[dict[object, list[int]]] = []
+    for run in (whole, *parts):
+        group: dict[object, list[int]] = defaultdict(list)
+        for position, operation in enumerate(run):
+            group[operation.name, operation.line, operation.module, operation.is_backward].append(position)
+        groups.append(group)
+    found: dict[int, list[Operation]] = {}
+    for key, positions in groups[0].items():
+        others = [group.get(key, []) for group in groups[1:]]
+        if all(len(other) == len(positions) for other in others):
+            for place, position in enumerate(positions):
+                found[position] = [run[other[place]] for run, other in zip(parts, others, strict=True)]
+        elif len(positions) == sum(map(len, others)):
+            each = [run[index] for run, other in zip(parts, others, strict=True) for index in other]
+            found.update({position: [operation] for position, operation in zip(positions, each, strict=True)})
+    return found

@@ -1,0 +1,252 @@
+"""The operations of a training step in order, with their results and the line of the program that asked for each."""
+
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.torch import OperationMode
+
+_MIXED = re.compile("dropout|attention|perm")  # operations whose results are not random numbers of single samples
+GROUPS = ("c10d::", "_c10d_functional::")  # of the names of collectives
+_LIBRARIES = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "torchmetrics",
+    "lightning_utilities",
+    __package__.split(".")[0],
+)
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a program."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        """The line itself."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of torch, and copies of its results.
+
+    Attributes:
+        name: Name of the operation, such as `mm`, or `c10d::allreduce_`, which communicates.
+        lines: Lines outside of torch, Lightning and torchmetrics that have called it, the innermost first.
+        module: Name and class of the innermost module whose forward pass is running.
+        is_backward: Whether it ran in the backward pass.
+        results: Its results, without gradients.
+        sources: Positions of the earlier operations that it reads.
+        is_of_batch: Whether it depends on the batch.
+        is_computed: Whether it computes its results: they are no views, and not left uninitialised.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+    module: str
+    is_backward: bool
+    results: tuple[Tensor, ...]
+    sources: frozenset[int]
+    is_of_batch: bool
+    is_computed: bool
+
+    @property
+    def line(self) -> Line | None:
+        """The innermost line."""
+        return next(iter(self.lines), None)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective."""
+        return self.name.startswith(GROUPS)
+
+
+class Recording(OperationMode):  # type: ignore[misc]
+    """Records the operations of a block.
+
+    Args:
+        module: The module that runs, for the names of its modules.
+        batch: Tensors of the batch.
+        whole: The recording of the whole batch, and where this part of it begins and ends, as fractions; the part then
+            gets its share of the random numbers. None for the whole batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, batch: Iterable[Tensor], whole: tuple["Recording", float, float] | None = None
+    ) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._is_backward = False
+        self._batch = {id(tensor) for tensor in batch}
+        self._names = {id(part): f"{name} ({type(part).__name__})" for name, part in module.named_modules() if name}
+        self._running: list[str] = []
+        self._writer: dict[int, int] = {}  # the operation that made a tensor, by its `id`
+        self._changes: dict[int, list[int]] = defaultdict(list)  # in-place operations on a storage
+        self._kept: list[Tensor] = []  # so that no `id` is used twice
+        self._draws: list[tuple[str, Tensor]] = []
+        self._whole: Recording | None = None if whole is None else whole[0]
+        self._begin, self._end = (0.0, 1.0) if whole is None else whole[1:]
+
+    @override
+    def __enter__(self) -> "Recording":
+        before = register_module_forward_pre_hook(self._enter_module)
+        after = register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks = before, after
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward pass in a block."""
+        self._is_backward = True
+        try:
+            yield
+        finally:
+            self._is_backward = False
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        self._running.append(self._names.get(id(module), ""))
+
+    def _leave_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._running.pop()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = list(_tensors([args, kwargs or {}]))
+        output = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        results = list(_tensors(output))
+        if torch.Tag.nondeterministic_seeded in func.tags and not _MIXED.search(name) and results:
+            self._replace_draw(name, results[0])
+        place = len(self.operations)
+        sources = {self._writer[id(one)] for one in read if id(one) in self._writer}
+        for one in read:
+            sources.update(self._changes.get(_storage(one), ()))
+        is_of_batch = any(id(one) in self._batch for one in read) or any(
+            self.operations[i].is_of_batch for i in sources
+        )
+        in_place = name.endswith("_") and bool(read)
+        is_view = not in_place and {*map(_storage, read)} >= {*map(_storage, results)}
+        is_computed = not (is_view or "empty" in name)
+        module = next(filter(None, reversed(self._running)), "")
+        copies = tuple(one.detach().clone() for one in results)
+        self.operations.append(
+            Operation(
+                name, find_lines(), module, self._is_backward, copies, frozenset(sources), is_of_batch, is_computed
+            )
+        )
+        for one in results:
+            self._writer[id(one)] = place
+        if in_place:
+            self._changes[_storage(read[0])].append(place)
+        self._kept += [*read, *results]
+        return output
+
+    def _replace_draw(self, name: str, drawn: Tensor) -> None:
+        """Note random numbers, or replace the ones of a part by its share of the ones of the whole batch."""
+        place = len(self._draws)
+        self._draws.append((name, drawn.clone()))
+        if self._whole is None or place >= len(self._whole._draws):
+            return
+        same_name, whole = self._whole._draws[place]
+        if name != same_name or whole.dim() != drawn.dim():
+            return
+        for dim, (size, own) in enumerate(zip(whole.shape, drawn.shape, strict=True)):
+            begin, end = round(size * self._begin), round(size * self._end)
+            if own != size and own == end - begin:
+                whole = whole.narrow(dim, begin, own)
+        if whole.shape == drawn.shape:
+            drawn.copy_(whole)
+
+    def find(self, tensor: Tensor) -> Operation | None:
+        """Return the operation that has made a tensor."""
+        place = self._writer.get(id(tensor))
+        return None if place is None else self.operations[place]
+
+    def leading_to(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the positions of the operations that lead to any of these tensors."""
+        found: set[int] = set()
+        open_ = [self._writer[id(tensor)] for tensor in tensors if id(tensor) in self._writer]
+        while open_:
+            one = open_.pop()
+            if one not in found:
+                found.add(one)
+                open_ += self.operations[one].sources
+        return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor, which its views share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+_is_own: dict[CodeType, bool] = {}  # whether code is the user's
+
+
+def find_lines() -> tuple[Line, ...]:
+    """Return the lines of the stack that belong to no library of `_LIBRARIES`, the innermost first."""
+    found, frame = [], inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        is_own = _is_own.get(code)
+        if is_own is None:
+            is_own = _is_own[code] = is_own_file(code.co_filename)
+        if is_own:
+            found.append(Line(code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def is_own_file(file: str) -> bool:
+    """Return True if a source file belongs neither to Python nor to a library of `_LIBRARIES`."""
+    is_library = any(file.startswith(folder) for folder in _folders())
+    return not is_library and (not file.startswith(_STANDARD_LIBRARY) or "-packages" in file) and Path(file).exists()
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Return the folders of the libraries that are imported."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)

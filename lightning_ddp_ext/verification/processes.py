@@ -1,0 +1,127 @@
+"""Functions that run in forks of this process, which they cannot change, within a time limit."""
+
+import faulthandler
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from lightning_ddp_ext.verification.operations import Line, is_own_file
+from lightning_ddp_ext.verification.replay import ImpossibleError, describe_error
+
+_REPORT = 1.0  # seconds before the end in which processes write where they are
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)
+_LAST_LINES = 12  # of the output of a process that ended without a result
+_forking = get_context("fork")
+
+
+class TooLateError(ImpossibleError):
+    """The time is up.
+
+    Attributes:
+        waiting: The processes that have no result, by number, and the line at which each is.
+    """
+
+    def __init__(self, waiting: Mapping[int, Line | None]) -> None:
+        super().__init__("it did not end in time")
+        self.waiting = waiting
+
+
+def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[Any]:
+    """Run each function in a fork of its own, all at the same time; return their results in order.
+
+    All forks are killed when one fails, or at `deadline`, a time of `time.monotonic()`.
+
+    Raises:
+        ImpossibleError: If a function raises an error or its process ends.
+        TooLateError: If the time is up.
+    """
+    pipes: list[Connection] = []
+    processes = []
+    outputs: list[Any] = []
+    results: dict[int, Any] = {}
+    try:
+        for function in functions:
+            ours, theirs = _forking.Pipe(duplex=False)
+            outputs.append(tempfile.TemporaryFile())  # noqa: SIM115  closed below
+            process = _forking.Process(
+                target=_run, args=(function, theirs, outputs[-1].fileno(), deadline), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        while len(results) < len(pipes):
+            open_ = [pipe for place, pipe in enumerate(pipes) if place not in results]
+            ready = wait(open_, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                waiting = [place for place in range(len(pipes)) if place not in results]
+                raise TooLateError({place: _waiting_at(outputs[place]) for place in waiting})
+            for pipe in ready:
+                place = pipes.index(pipe)  # type: ignore[arg-type]
+                results[place] = _receive(pipe, outputs[place])  # type: ignore[arg-type]
+    finally:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+        for output in outputs:
+            output.close()
+    return [results[place] for place in range(len(functions))]
+
+
+def _receive(pipe: Connection, output: Any) -> Any:
+    try:
+        is_result, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise ImpossibleError(f"its process ended{_last_lines(output)}") from None
+    if not is_result:
+        raise ImpossibleError(value)
+    return value
+
+
+def _last_lines(output: Any) -> str:
+    output.seek(0)
+    lines = output.read().decode(errors="replace").rstrip().splitlines()[-_LAST_LINES:]
+    return "; its last lines:\n" + "\n".join(lines) if lines else ""
+
+
+def _waiting_at(output: Any) -> Line | None:
+    """Return the user's line in the stack that a process has written before the end."""
+    output.seek(0)
+    frames = _FRAME.findall(output.read().decode(errors="replace").rpartition("(most recent call first)")[2])
+    return next((Line(file, int(number)) for file, number in frames if is_own_file(file)), None)
+
+
+def _run(function: Callable[[], Any], pipe: Connection, output: int, deadline: float) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic() - _REPORT), file=2)
+    warnings.simplefilter("ignore")  # for warnings that are errors in this process
+    torch.set_num_threads(1)  # since threads of OpenMP do not survive a fork
+    try:
+        message = True, function()
+    except ImpossibleError as error:
+        message = False, str(error)
+    except Exception as error:
+        traceback.print_exc()
+        message = False, describe_error(error)
+    pipe.send_bytes(pickle.dumps(message))
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)  # without the clean-up of the parent process

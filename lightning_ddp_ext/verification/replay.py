@@ -1,0 +1,221 @@
+"""Training steps that run again on copies of the module and the batch, beside a training run that does not change."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_ddp_ext._compat.lightning import takes_batch_idx
+from lightning_ddp_ext._compat.torch import BatchNorm, replaced_collectives
+from lightning_ddp_ext._lightning import DummyLogger, LightningModule, MixedPrecision, Trainer
+from lightning_ddp_ext.batches.containers import walk
+from lightning_ddp_ext.replicas.replicated_step import transfer
+from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
+from lightning_ddp_ext.verification.held_optimizers import flat_gradient, hold_optimizers
+from lightning_ddp_ext.verification.operations import Line, Recording
+
+
+class ImpossibleError(Exception):
+    """Reason why a run or a batch cannot be checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A step that has run again.
+
+    Attributes:
+        gradients: Of the parameters with their names, as vectors in float64; under manual optimization, those that each
+            optimizer step has seen.
+        losses: Tensors of which it has run the backward pass.
+        recording: Its operations; None if they were not recorded.
+        states: Names of attributes of modules that hold a tensor that the step has made, and the line that has made it.
+    """
+
+    gradients: list[tuple[str, Tensor]]
+    losses: list[Tensor]
+    recording: Recording | None
+    states: list[tuple[str, Line | None]]
+
+
+def _find_states(module: nn.Module, recording: Recording) -> Iterator[tuple[str, Line | None]]:
+    """Yield the attributes that hold tensors of the batch after a step, other than parameters and buffers."""
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            made = recording.find(value) if isinstance(value, Tensor) else None
+            if made is not None and made.is_of_batch:
+                yield f"{name}.{key}".removeprefix("."), made.line
+
+
+def find_batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of batch normalisation that use the statistics of the batch."""
+    return [part for part in module.modules() if isinstance(part, BatchNorm) and part.training]
+
+
+class BatchReplay:
+    """Copy of a batch and of the module before the batch, on which the training step can run again."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.module = module
+        self.draws = False  # whether a step drew random numbers
+        self._loss_dtypes: set[torch.dtype] = set()
+        self._trainer = trainer
+        self._batch_idx = batch_idx
+        self._problem: Exception | None = None
+        with preserved_rng_state(module.device):
+            try:
+                self._batch = copy.deepcopy(batch)
+                self._copy = self._copied(module)
+            except Exception as error:
+                self._problem = error
+
+    @property
+    def batch(self) -> Any:
+        """The copied batch, if there are copies."""
+        if self._problem is not None:
+            raise ImpossibleError(f"batch or module cannot be copied: {describe_error(self._problem)}")
+        return self._batch
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference that rounding explains."""
+        kinds = self._loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
+        return float(min(max(torch.finfo(kind).eps for kind in kinds) ** 0.5, 0.01))
+
+    @contextmanager
+    def training_unaffected(self) -> Iterator[None]:
+        """Restore the RNG state, and keep gradients from the module, which a lambda of a copy may call."""
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            with preserved_rng_state(self.module.device):
+                yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def run(
+        self,
+        batch: Any,
+        *,
+        transferred: bool = True,
+        record: Callable[[nn.Module, Sequence[Tensor]], Recording] | None = None,
+        normalizes: bool = True,
+        refuses_collectives: bool = True,
+    ) -> ReplayedStep:
+        """Run the step on a batch and return its gradient; `record` makes a recording of its operations.
+
+        Batch normalisation uses its running statistics unless the step `normalizes`.
+        """
+        device, plugin = self.module.device, self._trainer.precision_plugin
+        # No autocast, because its rounding would hide differences.
+        precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
+        alone: AbstractContextManager[Any] = nullcontext()
+        if refuses_collectives:
+            alone = replaced_collectives(
+                lambda group, name: _refuse_collective, lambda group: group, lambda: None, lambda name: None
+            )
+        try:
+            with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, NoDropout():
+                module = self._copied(self._copy)
+                if not normalizes:
+                    for part in find_batch_norms(module):
+                        part.eval()
+                batch = copy.deepcopy(batch)
+                recording = None
+                if record is not None:
+                    batch = plugin.convert_input(batch)
+                    recording = record(module, [one for one in walk(batch) if isinstance(one, Tensor)])
+                losses: list[Tensor] = []
+
+                def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+                    losses.append(loss)
+                    self._loss_dtypes.add(loss.dtype)
+                    with nullcontext() if recording is None else recording.backward():
+                        module.backward(loss, *args, **kwargs)
+
+                steps: list[tuple[str, Tensor]] = []
+                if not module.automatic_optimization:
+                    originals = {id(parameter): name for name, parameter in self.module.named_parameters()}
+                    steps = hold_optimizers(module, originals, self._trainer.optimizers)
+                    module.manual_backward = run_backward
+                with nullcontext() if recording is None else recording:
+                    if not transferred:
+                        batch = transfer(batch, self.module, module, device, dataloader_idx=0)
+                    module.on_train_batch_start(batch, self._batch_idx)
+                    output = module.training_step(*(batch, self._batch_idx)[: 1 + takes_batch_idx(module)])
+                    if module.automatic_optimization:
+                        loss = output.get("loss") if isinstance(output, Mapping) else output
+                        if loss is None:
+                            raise ImpossibleError("`training_step` returned None")
+                        run_backward(loss)
+                self.draws |= states != capture_rng_state(device)
+        except ImpossibleError:
+            raise
+        except Exception as error:
+            raise ImpossibleError(f"`training_step` failed on a copy of the module: {describe_error(error)}") from error
+        gradients = [(name, flat_gradient(parameter)) for name, parameter in module.named_parameters()]
+        kept = [] if recording is None else [*_find_states(module, recording)]
+        return ReplayedStep(steps or gradients, losses, recording, kept)
+
+    def _copied(self, module: LightningModule) -> Any:
+        view = _TrainerView(self._trainer)
+        copied: Any = copy.deepcopy(module, {id(self._trainer): view})
+        copied.trainer = view
+        copied.log = lambda *_, **__: None
+        switch_dropout_off(copied)
+        return copied
+
+
+class _TrainerView:
+    """The Trainer for a copy of the module: reads pass through, writes and logged values are dropped."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.logger = None if trainer.logger is None else DummyLogger()
+        self.loggers = [DummyLogger() for _ in trainer.loggers]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_trainer"], name)
+
+    def __deepcopy__(self, memo: Any) -> "_TrainerView":
+        return self
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def switch_dropout_off(module: nn.Module) -> None:
+    """Switch dropout off in layers: `NoDropout` sees neither kernels that apply it, nor recomputed activations."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+            part.dropout = 0.0
+        elif isinstance(part, _DROPOUT):
+            part.p = 0.0
+
+
+class NoDropout(TorchFunctionMode):
+    """Switches dropout off in modules and functions, while the model stays in training mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "training" in kwargs and ("dropout" in name or name == "multi_head_attention_forward"):
+            kwargs["training"] = False
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def _refuse_collective(*_: Any, **__: Any) -> Any:
+    raise ImpossibleError("`training_step` communicates between ranks, which the whole batch on one rank cannot do")
+
+
+def describe_error(error: Exception) -> str:
+    """Return class and first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")

@@ -1,0 +1,255 @@
+"""Short training runs of forked ranks, and of one process on the same samples."""
+
+import hashlib
+import os
+import random
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, zip_longest
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler
+from typing_extensions import override
+
+from lightning_ddp_ext._lightning import (
+    Callback,
+    LightningDataModule,
+    LightningEnvironment,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
+from lightning_ddp_ext.verification.held_optimizers import flat_gradient
+from lightning_ddp_ext.verification.operations import GROUPS, Line, Recording, find_lines
+from lightning_ddp_ext.verification.replay import BatchReplay, NoDropout, find_batch_norms, switch_dropout_off
+from lightning_ddp_ext.verification.samples import Samples
+
+STEPS = 2
+_MOST_BATCHES = 1000  # of an epoch whose samples are compared
+Trace = list[tuple[str, tuple[Line, ...], str]]
+"""Operations that lead to a loss: name, lines with the innermost first, and a fingerprint of the results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank has at the end of a run.
+
+    Attributes:
+        tensors: Parameters, buffers and optimizer states, by name.
+        gradients: The gradient that each optimizer step has got, as a vector in float64.
+        logged: Logged values, by key.
+        lines: Lines that have logged the keys.
+        monitored: Keys that a scheduler or a callback reads.
+        traces: Of the first step, with random numbers of Python and numpy that are those of this rank: with the random
+            numbers of torch of one process, and with others.
+    """
+
+    tensors: dict[str, Tensor]
+    gradients: list[Tensor]
+    logged: dict[str, float]
+    lines: dict[str, Line | None]
+    monitored: set[str]
+    traces: tuple[Trace, Trace]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the first step communicates."""
+        return any(name.startswith(GROUPS) for name, _, _ in self.traces[0])
+
+
+class Stopped(Exception):
+    """Ends a run whose result is known."""
+
+
+class _Watch(Callback):
+    """Watches a run: traces the first step, and notes who logs which value."""
+
+    def __init__(self, stops: bool) -> None:
+        self.traces: tuple[Trace, Trace] = [], []
+        self.lines: dict[str, Line | None] = {}
+        self.monitored: set[str] = set()
+        self.gradients: list[Tensor] = []
+        self._stops = stops
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.gradients.append(torch.cat([flat_gradient(one) for one in pl_module.parameters()]))
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log = pl_module.log
+
+        def noting(name: str, *args: Any, **kwargs: Any) -> None:
+            self.lines.setdefault(name, next(iter(find_lines()), None))
+            log(name, *args, **kwargs)
+
+        pl_module.log = noting  # type: ignore[method-assign]
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        for part in find_batch_norms(pl_module):
+            part.eval()  # its statistics are those of a part by nature
+        if batch_idx > 0:
+            return
+        replay, rank = BatchReplay(trainer, pl_module, batch, batch_idx), trainer.global_rank
+        self.traces = _trace(replay, rank, 0), _trace(replay, rank, 1 + rank)
+        if self._stops:
+            raise Stopped
+        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        monitors += [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        self.monitored.update(filter(None, monitors))
+
+
+def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> Trace:
+    """Return the operations of the step that lead to its loss."""
+    with replay.training_unaffected():
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(torch_seed)
+        step = replay.run(replay.batch, record=Recording, refuses_collectives=False)
+    assert step.recording is not None
+    leading = step.recording.leading_to(step.losses)
+    return [
+        (one.name, one.lines, _fingerprint(one.results) if one.is_computed else "")
+        for place, one in enumerate(step.recording.operations)
+        if place in leading or one.communicates
+    ]
+
+
+def find_difference(own: Outcome, alone: Outcome) -> tuple[Line | None] | None:
+    """Return the line of the first operation of a rank that one process does not do alike; None if there is none.
+
+    With other random numbers of torch, results may differ, but not which operations there are.
+    """
+    for number, (ours, theirs) in enumerate(zip(own.traces, alone.traces, strict=True)):
+        before: tuple[Line, ...] = ()
+        longer, shorter = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
+        for one, other in zip_longest(longer, shorter, fillvalue=("", (), "")):
+            if one[:2] != other[:2]:  # the outermost line that is different
+                both = zip_longest(reversed(one[1]), reversed(other[1] or before))
+                return (next((line for line, another in both if line and line != another), None),)
+            if one[2] != other[2] and not number:
+                return (next(iter(one[1]), None),)
+            before = one[1]
+    return None
+
+
+def _fingerprint(results: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for one in results:
+        found.update(str((one.shape, one.dtype)).encode())
+        if one.layout == torch.strided:
+            found.update(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def draw_indices(
+    module: LightningModule, data: Any, rank: int, ranks: int, port: int, replaces: bool
+) -> tuple[list[Any], Line | None]:
+    """Return what the sampler of a rank gives in an epoch under `ddp`, and the line at which it begins.
+
+    If Lightning `replaces` samplers, as by default, each rank gets samples of its own.
+    """
+    _launch(rank, ranks, port)
+    trainer = quiet_trainer(
+        callbacks=[_Draw()],
+        strategy="ddp",
+        devices=ranks,
+        plugins=[LightningEnvironment()],
+        use_distributed_sampler=replaces,
+    )
+    with suppress(Stopped):
+        trainer.fit(
+            module, **({"datamodule": data} if isinstance(data, LightningDataModule) else {"train_dataloaders": data})
+        )
+    loader = trainer.train_dataloader
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:
+        return [], None
+    own = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
+    code = getattr(type(own).__iter__, "__code__", None)
+    return [*islice(sampler, _MOST_BATCHES)], code and Line(code.co_filename, code.co_firstlineno)
+
+
+class _Draw(Callback):
+    """Ends a run before its first step."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise Stopped
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """Return a Trainer of CPUs that trains one epoch, and writes nothing but into a temporary folder."""
+    return Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        default_root_dir=tempfile.gettempdir(), **options,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of some ranks.
+
+    Attributes:
+        make_strategy: Returns the strategy.
+        sizes: Numbers of samples of the parts.
+        shares: Whether the strategy divides whole batches itself.
+    """
+
+    make_strategy: Callable[[], Any]
+    sizes: Sequence[int]
+    shares: bool = False
+
+    def ranks(self, module: LightningModule, samples: Samples, precision: Any) -> list[Callable[[], Outcome]]:
+        """Return what each rank does."""
+        port = free_port()
+        return [
+            partial(self._train, module, samples, precision, rank, port) for rank in range(len(self.sizes))
+        ]  # fmt: skip
+
+    def _train(self, module: LightningModule, samples: Samples, precision: Any, rank: int, port: int) -> Outcome:
+        ranks = len(self.sizes)
+        _launch(rank, ranks, port)
+        loader = samples.loader(self.sizes, None if self.shares else rank, STEPS)
+        options = {"strategy": self.make_strategy(), "devices": ranks, "plugins": [LightningEnvironment()]}
+        options["use_distributed_sampler"] = False
+        return fit(module, loader, precision, **options)
+
+
+def fit(module: LightningModule, loader: Any, precision: Any, stops: bool = False, **options: Any) -> Outcome:
+    """Train in this process without dropout; if it `stops`, only until the first step has been traced."""
+    seed_everything(0, verbose=False)
+    switch_dropout_off(module)
+    watch = _Watch(stops)
+    trainer = quiet_trainer(callbacks=[watch], precision=precision, **options)
+    with NoDropout(), suppress(Stopped):
+        trainer.fit(module, loader)
+    tensors = {f"`{name}`": one.detach().cpu() for name, one in module.state_dict().items() if isinstance(one, Tensor)}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, state in enumerate(optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"`{key}` of parameter {index} of optimizer {number}"] = value.detach().cpu()
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items() if value.numel() == 1}
+    return Outcome(tensors, watch.gradients, logged, watch.lines, watch.monitored, watch.traces)
+
+
+def _launch(rank: int, ranks: int, port: int) -> None:
+    """Set the variables of Lightning's launcher."""
+    values = {"MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])

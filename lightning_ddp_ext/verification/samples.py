@@ -1,0 +1,114 @@
+"""Batches of a loader, and parts of them that its collate function makes of fewer samples."""
+
+import copy
+from collections.abc import Sequence
+from itertools import chain, islice, pairwise
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext.batches.splitting import count_samples, split_batch
+from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.verification.replay import ImpossibleError, describe_error
+
+MOST = 12  # samples of a batch that is checked
+_LEAST = 4
+
+
+class Samples:
+    """Some samples of a loader: batches of any of them are made as the loader makes its own.
+
+    Args:
+        loader: The loader; a loader that does not collate samples, or any other iterable, gives one finished batch.
+        module: Its `scatter_batch`, if it has one, cuts a finished batch that cannot be cut otherwise.
+    """
+
+    def __init__(self, loader: Any, module: Any) -> None:
+        self._scatter = getattr(module, "scatter_batch", None)
+        self._collate: Any = None
+        self._batch: Any = None
+        if (isinstance(loader, DataLoader) and loader.batch_size is not None) or _has_batch_sampler(loader):
+            self._collate = loader.collate_fn
+            self._samples = _draw(loader)
+            self.number = len(self._samples)
+        else:
+            self._batch = next(iter(loader), None)
+            self.number = 0 if self._batch is None else self._count()
+        if self.number < _LEAST:
+            raise ImpossibleError(
+                f"the first batch has {self.number} samples, too few to be cut into unequal parts. Give a batch of at"
+                f" least {_LEAST}"
+            )
+
+    def _count(self) -> int:
+        if self._scatter is not None:
+            found: list[int] = []
+
+            def note(number: int) -> list[int]:
+                found.append(number)
+                return [number]
+
+            self._scatter(self._batch, note)
+            return found[0]
+        try:
+            return count_samples(self._batch)
+        except BatchSplitError as error:
+            raise ImpossibleError(
+                f"the batch cannot be cut: {describe_error(error)}. Give a `DataLoader` that collates samples, or"
+                " define `scatter_batch` on the module"
+            ) from error
+
+    def sizes(self) -> list[int]:
+        """Return unequal sizes of two or three parts, of at least two samples each, an even number together."""
+        number = min(self.number, MOST) // 2 * 2
+        if number < 9:
+            half = number // 2 - (number > _LEAST)
+            return [half, number - half]
+        return [number // 4, number // 3, number - number // 4 - number // 3]
+
+    def cut(self, sizes: Sequence[int]) -> tuple[Any, list[Any]]:
+        """Return the batch of the first samples, and its parts of these sizes."""
+        number = sum(sizes)
+        if self._collate is not None:
+            bounds = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+            return self._make(0, number), [self._make(*one) for one in pairwise(bounds)]
+        rest = [self.number - number] if number < self.number else []
+        parts = self._split([*sizes, *rest])[: len(sizes)]
+        return (self._split([number, *rest])[0] if rest else copy.deepcopy(self._batch)), parts
+
+    def loader(self, sizes: Sequence[int], place: int | None, steps: int) -> DataLoader[Any]:
+        """Return a loader that gives the batch, or one of its parts, a number of times."""
+        number, begin = sum(sizes), 0 if place is None else sum(sizes[:place])
+        end = number if place is None else begin + sizes[place]
+        if self._collate is not None:
+            indices = [[*range(begin, end)]] * steps
+            return DataLoader(self._samples, batch_sampler=indices, collate_fn=self._collate)  # type: ignore[arg-type]
+        whole, parts = self.cut(sizes)
+        batches: Any = [whole if place is None else parts[place]] * steps
+        return DataLoader(batches, batch_size=None)
+
+    @property
+    def are_collated(self) -> bool:
+        """Whether batches are made of samples."""
+        return self._collate is not None
+
+    def _make(self, begin: int, end: int) -> Any:
+        assert self._collate is not None
+        return self._collate(copy.deepcopy(self._samples[begin:end]))
+
+    def _split(self, sizes: Sequence[int]) -> list[Any]:
+        batch = copy.deepcopy(self._batch)
+        return [*self._scatter(batch, lambda number: sizes)] if self._scatter is not None else split_batch(batch, sizes)
+
+
+def _has_batch_sampler(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def _draw(loader: Any) -> list[Any]:
+    """Return the first samples of a loader, in its order."""
+    dataset = loader.dataset
+    if loader.batch_sampler is None or not hasattr(dataset, "__getitem__"):
+        return list(islice(iter(dataset), MOST))
+    indices = list(islice(chain.from_iterable(loader.batch_sampler), MOST))
+    return list(dataset.__getitems__(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]

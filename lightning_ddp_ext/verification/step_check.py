@@ -1,0 +1,98 @@
+"""Whether the gradient of a batch follows from the gradients of its parts, and if not, at which line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_ddp_ext.verification.differences import Culprit, Differences
+from lightning_ddp_ext.verification.gradient_fit import GradientFit
+from lightning_ddp_ext.verification.operations import Line, Recording
+from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
+
+_LEAST = 1e-6  # relative difference of gradients that is reported
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinding:
+    """What the parts of a batch say about a training step.
+
+    Attributes:
+        weight_by: The `weight_by` whose mean or sum of the parts' gradients is the gradient of the batch; None if none
+            is: then a function has to return what `divided_at` says, or `culprit` is the reason.
+        divided_at: Line that computes what the mean of the loss divides by, or that adds up samples.
+        weights: The weights of the parts' gradients, if any fit.
+        culprit: The first operation at which samples influence each other.
+        batch_norms: Names of the layers of batch normalisation, which is left out: it used its running statistics.
+        difference: Of the gradients, relative to the norm of the gradient of the batch.
+        tolerance: Largest relative difference that rounding explains.
+        parameter: The parameter whose gradient differs most.
+        states: Attributes that hold a tensor of the batch after the step, and the lines that have made them.
+    """
+
+    weight_by: str | None
+    divided_at: Line | None
+    weights: tuple[float, ...] | None
+    culprit: Culprit | None
+    batch_norms: tuple[str, ...]
+    difference: float
+    tolerance: float
+    parameter: str
+    states: list[tuple[str, Line | None]]
+
+
+def check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> StepFinding:
+    """Compare the step on a batch with the step on its parts, of `sizes` samples. Batches are before their transfer."""
+    run = partial(replay.run, transferred=False, normalizes=False)
+    of_whole = run(whole, record=Recording)
+    recording = of_whole.recording
+    assert recording is not None
+    of_parts, begin, total = [], 0, sum(sizes)
+    for part, size in zip(parts, sizes, strict=True):
+        share = recording, begin / total, (begin + size) / total
+        of_parts.append(run(part, record=partial(Recording, whole=share)))
+        begin += size
+    running = {operation.module.partition(" ")[0] for operation in recording.operations}
+    names = {id(part): name for name, part in replay.module.named_modules()}
+    batch_norms = [name for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
+    return _find(replay, of_whole, of_parts, sizes, tuple(batch_norms))
+
+
+def _find(
+    replay: BatchReplay,
+    whole: ReplayedStep,
+    parts: Sequence[ReplayedStep],
+    sizes: Sequence[int],
+    batch_norms: tuple[str, ...],
+) -> StepFinding:
+    fit = GradientFit(whole.gradients, [part.gradients for part in parts])
+    by_samples = tuple(size / sum(sizes) for size in sizes)
+    differences = Differences(whole, parts, sizes)
+    known: dict[str, tuple[float, ...]] = {"samples": by_samples, "sum": (1.0,) * len(sizes)}
+    tolerance = max(replay.tolerance, min(differences.precision**0.5, 0.01), _LEAST)
+    weight_by, divided_at, culprit = None, None, None
+    fitted: tuple[float, ...] | None = None
+    for name, weights in known.items():
+        if fit.difference(weights) <= tolerance:
+            weight_by, fitted = name, weights
+            divided_at = differences.find_sum() if name == "sum" else None
+            break
+    else:
+        for weights, line in differences.origin.items():
+            if fit.difference(weights) <= tolerance:
+                divided_at, fitted = line, weights
+                break
+        else:
+            culprit = differences.find()
+    difference = fit.difference(by_samples)
+    return StepFinding(
+        weight_by,
+        divided_at,
+        fitted,
+        culprit,
+        batch_norms,
+        difference,
+        tolerance,
+        fit.worst(by_samples)[0],
+        whole.states,
+    )

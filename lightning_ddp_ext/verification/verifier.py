@@ -1,0 +1,434 @@
+"""Checks whether several devices train what one device trains, and names the line that is the reason if not."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ddp_ext._lightning import Callback, DDPStrategy, LightningDataModule, LightningModule, Trainer
+from lightning_ddp_ext.batches.label_counts import TokenCount
+from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.verification.processes import TooLateError, run_forked
+from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, describe_error
+from lightning_ddp_ext.verification.runs import (
+    Outcome,
+    Run,
+    Stopped,
+    draw_indices,
+    find_difference,
+    fit,
+    free_port,
+    quiet_trainer,
+)
+from lightning_ddp_ext.verification.samples import Samples
+from lightning_ddp_ext.verification.step_check import StepFinding, check_step
+
+Verdict = Literal["ok", "note", "finding"]
+Progress = Callable[[str], None]
+_LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and beside that of the first
+_LIMIT = 60.0  # seconds of one run
+_PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the result.
+
+    Attributes:
+        name: What was checked.
+        verdict: `"ok"`; `"finding"`, if several devices train something else; `"note"`, if that is so by nature, as
+            with batch normalisation, or if something could not be compared.
+        text: What was found.
+        where: File and line, and the line itself; empty if there is none.
+        remedy: What to do; empty if nothing.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str
+    where: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of `verify`.
+
+    Attributes:
+        checks: The checks, in order.
+        use: The strategy to use, as arguments of the Trainer; empty if none trains what one device trains.
+        seconds: How long it took.
+    """
+
+    checks: list[Check]
+    use: str
+    seconds: float = field(compare=False)
+
+    @property
+    def findings(self) -> list[Check]:
+        """The checks that have found something."""
+        return [check for check in self.checks if check.verdict == "finding"]
+
+    def raise_for_findings(self) -> None:
+        """Raise an `AssertionError` that names all findings, if there are any."""
+        lines = [f"{one.name}: {one.text} {one.where} {one.remedy}".rstrip() for one in self.findings]
+        if lines:
+            raise AssertionError("several devices do not train what one device trains:\n" + "\n".join(lines))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        return asdict(self)
+
+
+def verify(
+    module: LightningModule, data: Any = None, *, limit: float = 120.0, progress: Progress = lambda text: None
+) -> Report:
+    """Check on this machine's CPUs whether several devices train what one device trains.
+
+    The module trains in forks of this process, for a few steps on at most 12 samples each: nothing of this process, of
+    the module or of the data changes.
+
+    Args:
+        module: The module, as for `trainer.fit`.
+        data: A `LightningDataModule`, a loader, or other iterable of batches; None for the `train_dataloader` of the
+            module. A `DataLoader` with a collate function gives parts of a batch without any cutting.
+        limit: Seconds after which all processes are ended.
+        progress: Called with a line on each check that begins.
+
+    Returns:
+        The checks, and the strategy to use.
+
+    Raises:
+        ImpossibleError: If nothing can be checked, such as if the step fails, with the reason.
+    """
+    started = time.monotonic()
+    deadline = started + limit
+    samples = _draw(module, data)
+    verifier = _Verifier(module, data, samples, deadline, progress)
+    checks = verifier.run()
+    return Report(checks, verifier.use(), time.monotonic() - started)
+
+
+def _draw(module: LightningModule, data: Any) -> Samples:
+    try:
+        if data is None:
+            data = module.train_dataloader()
+        if isinstance(data, LightningDataModule):
+            data.prepare_data()
+            data.setup("fit")
+            data = data.train_dataloader()
+        if isinstance(data, Mapping | list | tuple):
+            raise ImpossibleError(
+                "there are several training loaders. Give one loader, or a list of batches in a loader"
+            )
+        return Samples(data, module)
+    except ImpossibleError:
+        raise
+    except Exception as error:
+        raise ImpossibleError(f"no batch could be made: {describe_error(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What one process has found: on the parts of a batch, and the operations of the step on each part alone."""
+
+    finding: StepFinding
+    draws: bool
+    tokens: list[float] | None  # of the parts
+
+
+class _FirstStep(Callback):
+    """Checks the first training step, and ends the run."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.found: _Alone | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        replay = BatchReplay(trainer, pl_module, batch, batch_idx)
+        assert replay.batch is not None
+        sizes = self._samples.sizes()
+        whole, parts = self._samples.cut(sizes)
+        with replay.training_unaffected():
+            finding = check_step(replay, whole, parts, sizes)
+        self.found = _Alone(finding, replay.draws, _count_tokens(parts))
+        raise Stopped
+
+
+def _count_tokens(parts: Sequence[Any]) -> list[float] | None:
+    try:
+        return [TokenCount()(part) for part in parts]
+    except (TypeError, ValueError):
+        return None
+
+
+def _check_first_step(module: LightningModule, samples: Samples, precision: Any) -> _Alone:
+    callback = _FirstStep(samples)
+    trainer = quiet_trainer(callbacks=[callback], precision=precision, devices=1)
+    with suppress(Stopped):
+        trainer.fit(module, samples.loader(samples.sizes(), None, 1))
+    if callback.found is None:
+        raise ImpossibleError("training ended before its first step")
+    return callback.found
+
+
+def _trace_alone(module: LightningModule, samples: Samples, sizes: Sequence[int], part: int, precision: Any) -> Outcome:
+    """Trace the first step of one process on a part of the samples."""
+    return fit(module, samples.loader(sizes, part, 1), precision, stops=True, devices=1)
+
+
+class _Verifier:
+    """The checks of a module on some samples."""
+
+    def __init__(
+        self, module: LightningModule, data: Any, samples: Samples, deadline: float, progress: Progress
+    ) -> None:
+        self._data = data
+        self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
+        self._precision = _PRECISIONS[0]
+        self._step: _Alone | None = None
+        self._weight_by: str | None = None
+        self._communicates = False  # the step does
+        self.equal: list[str] = []  # strategies that train as one process
+
+    def _fork(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        return run_forked(functions, min(self._deadline, time.monotonic() + _LIMIT))
+
+    def run(self) -> list[Check]:
+        """Run all checks."""
+        self._progress("one step on a batch and on its parts")
+        for precision in _PRECISIONS:
+            self._precision = precision
+            try:
+                (self._step,) = self._fork([partial(_check_first_step, self._module, self._samples, precision)])
+                break
+            except ImpossibleError:
+                if precision == _PRECISIONS[-1]:
+                    raise
+        checks = [*self._check_step(), *self._check_samples()]
+        self._progress("two steps in one process")
+        (alone,) = self._fork([partial(self._train_alone)])
+        for name, run in self._runs():
+            self._progress(f"two steps on {len(run.sizes)} ranks of `{name}`")
+            found = [*self._check_run(name, run, alone)]
+            checks += found
+            if any(check.verdict == "finding" and check.name in ("step of a rank", name) for check in found):
+                self._weight_by = None  # no strategy mends a step that is different on ranks
+                break
+        if self._gathers and checks[0].verdict == "finding":
+            # Such as a contrastive loss over features that ranks gather.
+            checks[0] = replace(
+                checks[0], verdict="ok", remedy="", text=f"{checks[0].text}; `ddp` trains as one process"
+            )
+        return checks
+
+    def _train_alone(self) -> Outcome:
+        loader = self._samples.loader(self._samples.sizes(), None, 2)
+        return fit(self._module, loader, self._precision, devices=1)
+
+    def _check_step(self) -> Iterable[Check]:
+        assert self._step is not None
+        finding, name = self._step.finding, "gradient of a batch"
+        self._weight_by = finding.weight_by
+        if finding.weight_by == "samples":
+            yield Check(name, "ok", f"the mean of its parts by samples, up to {finding.difference:.0e}")
+        elif finding.weight_by is not None:
+            text, remedy = (
+                "the sum of its parts: the loss is a sum, of which `ddp` takes the mean",
+                'set `weight_by="sum"`',
+            )
+            yield Check(name, "finding", text, _where(finding.divided_at), remedy)
+        elif finding.divided_at is not None:
+            is_tokens = self._step.tokens is not None and _agree(self._step.tokens, finding.weights)
+            self._weight_by = "tokens" if is_tokens else None
+            remedy = (
+                'set `weight_by="tokens"`' if is_tokens else "set `weight_by` to a function that returns this number"
+            )
+            yield Check(
+                name, "finding", "a mean over something other than samples: this line has what it divides by",
+                _where(finding.divided_at), remedy,
+            )  # fmt: skip
+        else:
+            culprit = finding.culprit
+            text = "does not follow from its parts: " + (
+                culprit.meaning
+                if culprit is not None
+                else f"most in `{finding.parameter}`, in code that hides operations"
+            )
+            drawn = " The step draws random numbers of its own." if self._step.draws and culprit is None else ""
+            yield Check(
+                name, "finding", text + drawn, "" if culprit is None else _where(culprit.line),
+                "compute each sample's loss from this sample alone, or gather what is needed from all ranks",
+            )  # fmt: skip
+        if finding.batch_norms:
+            shown = ", ".join(f"`{one}`" for one in finding.batch_norms[:3])
+            more = f" and {len(finding.batch_norms) - 3} more" if len(finding.batch_norms) > 3 else ""
+            yield Check(
+                "batch normalisation", "note", f"each device normalises its own samples: {shown}{more}",
+                remedy="`sync_batchnorm=True` normalises those of all devices",
+            )  # fmt: skip
+
+    def _check_samples(self) -> Iterable[Check]:
+        """Compare what the samplers of two ranks give."""
+        self._progress("the samples of two ranks")
+        draw = partial(draw_indices, self._module, self._data, ranks=2)
+        try:
+            port = free_port()
+            found = self._fork([partial(draw, rank, port=port, replaces=True) for rank in (0, 1)])
+        except ImpossibleError:  # Lightning cannot replace the sampler, and has to be told so
+            port = free_port()
+            found = self._fork([partial(draw, rank, port=port, replaces=False) for rank in (0, 1)])
+        (one, line), (other, _) = found
+        ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches in (one, other))
+        if len(ours & theirs) > 1:  # one may fill up the last batch
+            yield Check(
+                "samples of ranks", "finding", f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples",
+                _where(line), "let the sampler give each rank other samples, such as every second one to each of two",
+            )  # fmt: skip
+
+    def _runs(self) -> Iterable[tuple[str, Run]]:
+        """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
+        number = sum(self._samples.sizes())
+        half = number // 2
+        yield "ddp", Run(partial(DDPStrategy, find_unused_parameters=True), [half, number - half])
+        if self._weight_by is None:
+            return
+        kind: Any = BalancedDDPStrategy if self._samples.are_collated else DDPJoinStrategy
+        make = partial(kind, weight_by=self._weight_by)
+        name = "balanced_ddp" if kind is BalancedDDPStrategy else "ddp_join"
+        sizes = self._samples.sizes()
+        for parts in ([sizes[0], number - sizes[0]], sizes):
+            if len(parts) > 1:
+                yield name, Run(make, parts, shares=kind is BalancedDDPStrategy)
+
+    def _check_run(self, strategy: str, run: Run, alone: Outcome) -> Iterable[Check]:
+        assert self._step is not None
+        name = f"`{strategy}` on {len(run.sizes)} ranks"
+        try:
+            outcomes: list[Outcome] = self._fork(run.ranks(self._module, self._samples, self._precision))
+        except TooLateError as error:
+            place, line = next(iter(error.waiting.items()))
+            text = f"training does not end: rank {place} waits for others that have gone on"
+            yield Check("step of a rank", "finding", text, _where(line), "let all ranks make the same collective calls")
+            return
+        except ImpossibleError as error:
+            yield Check(name, "finding", f"training ends with an error: {error}")
+            return
+        first, *others = outcomes
+        self._communicates |= first.communicates
+        different = [key for key in first.tensors if any(not _same(first.tensors, one.tensors, key) for one in others)]
+        differences = [_relative(*both) for both in zip(first.gradients, alone.gradients, strict=True)]
+        allowed = [self._step.finding.tolerance, max(_LEAST, _GROWTH * differences[0])]
+        wrong = next((step for step, one in enumerate(differences) if not one <= allowed[min(step, 1)]), None)
+        by_nature = self._step.draws
+        of_ranks = [] if run.shares else [*self._check_ranks(outcomes, run.sizes)]
+        yield from of_ranks
+        if different:
+            remedy = "compute them from values that all ranks share"
+            yield Check(name, "finding", f"ranks end with different values of {_list(different)}", remedy=remedy)
+        elif wrong is None:
+            self.equal.append(strategy)
+            yield Check(name, "ok", "ranks are identical, and train as one process")
+        elif by_nature or (strategy == "ddp" and self._weight_by != "samples"):
+            yield Check(name, "note", "ranks are identical; not compared with one process, for the reason above")
+        elif not of_ranks:
+            text = f"the gradient of step {wrong + 1} differs by {differences[wrong]:.1e} from one process"
+            states = self._step.finding.states if wrong else []
+            if states:
+                text += f": each rank keeps its own {_list([f'`{state}`' for state, _ in states])}"
+            remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks" if states else ""
+            yield Check(name, "finding", text, _where(states[0][1]) if states else "", remedy)
+        if not run.shares:
+            yield from self._check_logged(outcomes)
+
+    def _check_ranks(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Iterable[Check]:
+        """Compare the step of each rank with the step of one process on the same samples."""
+        trace = partial(_trace_alone, self._module, self._samples, sizes, precision=self._precision)
+        alone = self._fork([partial(trace, rank) for rank in range(len(sizes))])
+        for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
+            found = find_difference(own, other)
+            if found is not None and own.communicates:
+                yield Check("step of a rank", "note", "the step communicates between ranks", _where(found[0]))
+                return
+            if found is not None:
+                yield Check(
+                    "step of a rank", "finding",
+                    f"rank {rank} of {len(sizes)} computes something else than one process on the same samples",
+                    _where(found[0]), "leave out what depends on ranks, their number, or random numbers of a rank",
+                )  # fmt: skip
+                return
+
+    def _check_logged(self, outcomes: Sequence[Outcome]) -> Iterable[Check]:
+        lines, monitored = outcomes[0].lines, outcomes[0].monitored
+        own = []
+        for key in {key: None for one in outcomes for key in one.logged}:
+            values = [one.logged.get(key) for one in outcomes]
+            if None in values:
+                yield Check(f"logged `{key}`", "finding", "only some ranks log it", _where(lines.get(key)),
+                            "log it on all ranks")  # fmt: skip
+            elif len({*values}) > 1 and key in monitored:
+                shown = ", ".join(f"{value:.4g}" for value in values if value is not None)
+                yield Check(f"logged `{key}`", "finding", f"it is monitored, and each rank has its own value: {shown}",
+                            _where(lines.get(key)), "log it with `sync_dist=True`")  # fmt: skip
+            elif len({*values}) > 1:
+                own.append(key)
+        if own:
+            shown = _list([f"`{key}`" for key in own])
+            yield Check("logged values", "note", f"each rank has its own {shown}; the logger writes those of rank 0",
+                        _where(lines.get(own[0])), "log them with `sync_dist=True`")  # fmt: skip
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether ranks exchange what a step needs, so that `ddp` trains as one process."""
+        return self._communicates and "ddp" in self.equal
+
+    def use(self) -> str:
+        """Return the arguments of the Trainer to use."""
+        if self._weight_by is None:
+            return 'strategy="ddp"' if self._gathers else ""
+        name, kind = _recommended(self._samples)
+        return (
+            f'strategy="{name}"' if self._weight_by == "samples" else f'strategy={kind}(weight_by="{self._weight_by}")'
+        )
+
+
+def _recommended(samples: Samples) -> tuple[str, str]:
+    """Return name and class of the strategy that fits the data: `balanced_ddp` divides batches of samples."""
+    return ("balanced_ddp", "BalancedDDPStrategy") if samples.are_collated else ("ddp_join", "DDPJoinStrategy")
+
+
+def _agree(counts: Sequence[float], weights: Sequence[float] | None) -> bool:
+    total = sum(counts)
+    return bool(total) and weights is not None and all(
+        abs(count / total - weight) < 1e-6 for count, weight in zip(counts, weights, strict=True)
+    )  # fmt: skip
+
+
+def _flat(batch: Any) -> Iterable[Any]:
+    """Return the indices of a batch."""
+    return (one for index in batch for one in _flat(index)) if isinstance(batch, list | tuple) else [batch]
+
+
+def _where(line: Any) -> str:
+    return "" if line is None else f"{line}  {line.text}"
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    """Return the norm of a difference, relative to the norm of the other vector."""
+    return float((one - other).norm() / other.norm().clamp(min=torch.finfo(other.dtype).tiny))
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], key: str) -> bool:
+    return key in other and torch.equal(one[key], other[key])
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

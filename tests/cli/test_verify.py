@@ -1,0 +1,58 @@
+"""The subcommand `verify`."""
+
+import json
+
+import pytest
+import torch
+
+from lightning_ddp_ext.cli.verify import main
+from tests.verification.modules import line_of, masked
+
+MODULES = "tests.verification.modules"
+
+
+def test_a_healthy_module_ends_with_the_strategy_to_use(capsys):
+    assert main([f"{MODULES}:Module", "--data", f"{MODULES}:make_data", "model.width=3", "data.batch_size=4"]) == 0
+    assert 'Use Trainer(strategy="balanced_ddp").' in capsys.readouterr().out
+
+
+def test_a_finding_ends_with_its_line_as_a_table_or_as_json(capsys):
+    command = [f"{MODULES}:Masked", "--data", f"{MODULES}:make_data"]
+    assert main(command) == 1
+    assert line_of(masked) in capsys.readouterr().out
+    assert main([*command, "--json"]) == 1
+    (finding,) = [one for one in json.loads(capsys.readouterr().out)["checks"] if one["verdict"] == "finding"]
+    assert line_of(masked) in finding["where"]
+
+
+def test_a_batch_of_a_file_is_cut(tmp_path, capsys):
+    torch.save([torch.randn(9, 5), torch.arange(9) % 4], tmp_path / "batch.pt")
+    assert main([f"{MODULES}:Module", "--batch", str(tmp_path / "batch.pt")]) == 0
+    assert 'Use Trainer(strategy="ddp_join").' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["no_such_module:Model"], "`no_such_module:Model` cannot be made: ModuleNotFoundError"),
+        ([f"{MODULES}:NoModel"], "cannot be made: AttributeError"),
+        ([f"{MODULES}:make_data"], "is a DataLoader, not a LightningModule"),
+        ([f"{MODULES}:Module", "model.depth=3"], "cannot be made: TypeError"),
+        ([f"{MODULES}:Module", "width=3"], "`width` is no argument of the model or the data"),
+        ([f"{MODULES}:Module", "--batch", "missing.pt"], "`--batch missing.pt` cannot be read: FileNotFoundError"),
+        ([f"{MODULES}:Module"], "no batch could be made"),
+        ([f"{MODULES}:Failing", "--data", f"{MODULES}:make_data"], "ValueError: no such file"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_sentence(arguments, reason, capsys):
+    assert main(arguments) == 2
+    assert reason in capsys.readouterr().err
+    assert main([*arguments, "--json"]) == 2
+    assert reason in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("arguments", [["--limit", "0"], ["--data", "a:b", "--batch", "c.pt"]])
+def test_impossible_options_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([f"{MODULES}:Module", *arguments])
+    assert "Use 120, the default." in (error := capsys.readouterr().err) or "Leave one out." in error

@@ -1,0 +1,278 @@
+"""Modules with a defect in the line that ends with `# here`, and modules without one."""
+
+import inspect
+import random
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+LABELS = [0, 1, 2, 0, 0, 3, 1, 2, 2, 0, 1, 3]
+CLASS_WEIGHTS = [1.0, 5.0, 2.0, 3.0]
+
+
+def make_data(batch_size=8, repeats=2):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor(LABELS * repeats)
+    return DataLoader(TensorDataset(torch.randn(len(labels), 5, generator=generator), labels), batch_size)
+
+
+class Module(LightningModule):
+    """Computes its loss by a function of the logits and the labels."""
+
+    def __init__(self, compute=None, width=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.compute = compute or functional.cross_entropy
+        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 4)
+        self.normalisation = nn.BatchNorm1d(width)
+
+    def forward(self, features):
+        return self.last(self.first(features).tanh())
+
+    def training_step(self, batch, batch_idx):
+        return self.compute(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def losses(logits, labels):
+    return functional.cross_entropy(logits, labels, reduction="none")
+
+
+# ---------------------------------------------------------------- samples influence each other
+
+
+def centred(logits, labels):
+    logits = logits - logits.mean(0)  # here
+    return functional.cross_entropy(logits, labels)
+
+
+def contrastive(logits, labels):
+    features = functional.normalize(logits, dim=1)
+    similarity = features @ features.T  # here
+    return similarity.logsumexp(1).mean()
+
+
+def hardest(logits, labels):
+    hard = losses(logits, labels).topk(len(labels) // 2).values  # here
+    return hard.mean()
+
+
+def below_a_quantile(logits, labels):
+    each = losses(logits, labels)
+    limit = torch.quantile(each.detach(), 0.5)  # here
+    return each.clamp(max=limit).mean()
+
+
+def root_of_a_mean(logits, labels):
+    mean = (logits[:, 0] - labels).square().mean()
+    return mean.sqrt()  # here
+
+
+def scaled_by_an_extreme(logits, labels):
+    largest = logits.abs().max()  # here
+    return functional.cross_entropy(logits / largest, labels)
+
+
+def mean_and_sum(logits, labels):
+    penalty = logits.square().sum()
+    return functional.cross_entropy(logits, labels) + 0.01 * penalty  # here
+
+
+def mixed(logits, labels):
+    order = torch.randperm(len(labels))
+    logits = 0.7 * logits + 0.3 * logits[order]  # here
+    return functional.cross_entropy(logits, labels)
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()  # here
+
+
+def normalised_gradient(logits, labels):
+    return functional.cross_entropy(Normalised.apply(logits), labels)
+
+
+COUPLED = (centred, contrastive, hardest, below_a_quantile, root_of_a_mean, scaled_by_an_extreme, mean_and_sum, mixed)
+
+# ---------------------------------------------------------------- other weights than samples
+
+
+def masked(logits, labels):
+    mask = (labels > 0).to(logits.dtype)
+    return (losses(logits, labels) * mask).sum() / mask.sum()  # here
+
+
+def selected(logits, labels):
+    return losses(logits, labels)[labels > 0].mean()  # here
+
+
+def ignored(logits, labels):
+    return functional.cross_entropy(logits, labels.masked_fill(labels == 0, -100))  # here
+
+
+def class_weighted(logits, labels):
+    weight = torch.tensor(CLASS_WEIGHTS, dtype=logits.dtype)
+    return functional.cross_entropy(logits, labels, weight)  # here
+
+
+WEIGHTED = (masked, selected, ignored, class_weighted)
+
+
+class Masked(Module):
+    def __init__(self):
+        super().__init__(masked)
+
+
+def added_up(logits, labels):
+    return losses(logits, labels).sum()  # here
+
+
+# ---------------------------------------------------------------- no defect
+
+
+def noisy(logits, labels):
+    return functional.cross_entropy(logits + torch.randn_like(logits), labels)
+
+
+def dropped(logits, labels):
+    return functional.cross_entropy(functional.dropout(logits, 0.5), labels)
+
+
+def one_by_one(logits, labels):
+    loss = 0.0
+    for one, label in zip(logits, labels, strict=True):
+        loss = loss + functional.cross_entropy(one, label)
+    return loss / len(labels)
+
+
+def time_major(logits, labels):
+    return logits.T[..., None].repeat(1, 1, 2).reshape(-1, 2).square().mean(1).view(4, -1).mean()
+
+
+HEALTHY = (functional.cross_entropy, noisy, dropped, one_by_one, time_major)
+
+
+class WithNorm(Module):
+    def forward(self, features):
+        return self.last(self.normalisation(self.first(features)))
+
+
+class Manual(Module):
+    """Has two optimizers, and steps by hand."""
+
+    def __init__(self, compute=None):
+        super().__init__(compute)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, compute in zip(self.optimizers(), (functional.cross_entropy, self.compute), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(compute(self(batch[0]), batch[1]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters()) for part in (self.first, self.last)]
+
+
+# ---------------------------------------------------------------- ranks
+
+
+class DividedByRanks(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss / self.trainer.world_size  # here
+
+
+class OnOneRank(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            loss = loss + self(batch[0]).square().mean()  # here
+        return loss
+
+
+class Deciding(Module):
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        if random.random() < 0.5:
+            logits = logits * 2  # here
+        return functional.cross_entropy(logits, batch[1])
+
+
+class Waiting(Module):
+    def training_step(self, batch, batch_idx):
+        if dist.is_initialized() and self.global_rank == 0:
+            dist.all_reduce(torch.ones(1))  # here
+        return super().training_step(batch, batch_idx)
+
+
+class Monitored(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)  # here
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "train_loss", "interval": "step"}]
+
+
+class Remembering(Module):
+    """Subtracts the mean of earlier batches."""
+
+    mean = torch.zeros(4)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        loss = functional.cross_entropy(logits - self.mean.to(logits.dtype), batch[1])
+        self.mean = 0.5 * self.mean + 0.5 * logits.detach().mean(0)  # here
+        return loss
+
+
+class Gathering(Module):
+    """Compares the samples of all ranks with each other."""
+
+    def training_step(self, batch, batch_idx):
+        features = functional.normalize(self(batch[0]), dim=1)
+        every = self.all_gather(features, sync_grads=True).reshape(-1, 4)
+        return (features @ every.T).logsumexp(1).mean()
+
+
+class Repeating(torch.utils.data.Sampler):
+    """Gives every rank the same batches."""
+
+    def __iter__(self):  # here
+        return iter([[*range(8)], [*range(8, 16)]])
+
+    def __len__(self):
+        return 2
+
+
+class Failing(Module):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("no such file")
+
+
+OF_RANKS = (DividedByRanks, OnOneRank, Deciding, Waiting, Monitored, Remembering)
+
+
+def line_of(defect):
+    """Return file and number of the marked line of a function or class, as a report shows them."""
+    lines, start = inspect.getsourcelines(defect)
+    (number,) = [start + place for place, line in enumerate(lines) if line.rstrip().endswith("# here")]
+    return f"modules.py:{number}"

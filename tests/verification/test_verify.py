@@ -1,0 +1,134 @@
+"""`verify` names the line at which several devices train something else than one, and no line of healthy modules."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext.verification import ImpossibleError, differences, verify
+from tests.verification import modules
+from tests.verification.modules import Module, line_of, make_data
+
+GRADIENT = "gradient of a batch"
+
+
+def found(module, data=None, **options):
+    report = verify(module, make_data() if data is None else data, **options)
+    return report, {check.name: check for check in report.findings}
+
+
+@pytest.mark.parametrize("defect", modules.COUPLED)
+def test_the_line_at_which_samples_influence_each_other_is_named(defect):
+    report, findings = found(Module(defect))
+    assert line_of(defect) in findings[GRADIENT].where
+    assert report.use == ""
+    with pytest.raises(AssertionError, match=line_of(defect)):
+        report.raise_for_findings()
+
+
+def test_the_line_of_a_backward_pass_is_named():
+    _, findings = found(Module(modules.normalised_gradient))
+    assert line_of(modules.Normalised) in findings[GRADIENT].where
+
+
+def test_without_the_comparison_of_operations_no_line_is_named(monkeypatch):
+    monkeypatch.setattr(differences.Differences, "_relate", lambda *_: None)
+    for defect in (modules.centred, modules.hardest):
+        _, findings = found(Module(defect))
+        assert findings[GRADIENT].where == ""
+
+
+@pytest.mark.parametrize("defect", modules.WEIGHTED)
+def test_the_line_that_has_the_divisor_of_a_mean_is_named(defect):
+    report, findings = found(Module(defect))
+    assert line_of(defect) in findings[GRADIENT].where
+    assert "`weight_by`" in findings[GRADIENT].remedy
+    assert report.use == ""
+
+
+def test_a_sum_and_its_line_are_named_with_the_strategy_to_use():
+    report, findings = found(Module(modules.added_up))
+    assert line_of(modules.added_up) in findings[GRADIENT].where
+    assert report.use == 'strategy=BalancedDDPStrategy(weight_by="sum")'
+
+
+@pytest.mark.parametrize("compute", modules.HEALTHY)
+def test_nothing_is_found_in_healthy_steps(compute):
+    report, findings = found(Module(compute))
+    assert findings == {}
+    assert report.use == 'strategy="balanced_ddp"'
+    report.raise_for_findings()
+
+
+def test_batch_normalisation_is_a_note_and_hides_nothing():
+    report, findings = found(modules.WithNorm())
+    assert findings == {}
+    assert [check.text for check in report.checks if check.name == "batch normalisation"] == [
+        "each device normalises its own samples: `normalisation`"
+    ]
+    _, findings = found(modules.WithNorm(modules.hardest))
+    assert line_of(modules.hardest) in findings[GRADIENT].where
+
+
+def test_each_backward_pass_of_a_manual_step_is_checked():
+    assert found(modules.Manual())[1] == {}
+    _, findings = found(modules.Manual(modules.centred))
+    assert line_of(modules.centred) in findings[GRADIENT].where
+
+
+@pytest.mark.parametrize("module", modules.OF_RANKS)
+def test_the_line_at_which_ranks_differ_is_named(module):
+    _, findings = found(module(), limit=12)
+    assert any(line_of(module) in check.where for check in findings.values()), findings
+
+
+def test_a_sampler_that_gives_every_rank_the_same_samples_is_named():
+    data = make_data()
+    repeating = DataLoader(data.dataset, batch_sampler=modules.Repeating())
+    _, findings = found(Module(), repeating)
+    assert line_of(modules.Repeating) in findings["samples of ranks"].where
+
+
+def test_a_step_that_gathers_the_samples_of_all_ranks_is_right():
+    report, findings = found(modules.Gathering())
+    assert findings == {}
+    assert report.use == 'strategy="ddp"'
+
+
+def test_finished_batches_are_cut():
+    batches = [*make_data(batch_size=12)]
+    report, findings = found(Module(), DataLoader(batches, batch_size=None))
+    assert findings == {}
+    assert report.use == 'strategy="ddp_join"'
+
+
+def state_of(module):
+    numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    return numbers, dict(os.environ), [one.tolist() for one in module.state_dict().values()], torch.get_num_threads()
+
+
+def test_neither_this_process_nor_the_module_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = modules.Monitored()
+    before = state_of(module)
+    found(module)
+    assert state_of(module) == before
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "reason"),
+    [
+        (modules.Failing(), None, "ValueError: no such file"),
+        (Module(), make_data(repeats=1, batch_size=12).dataset[0], "several training loaders"),
+        (Module(), DataLoader([torch.zeros(3, 5)], batch_size=None), "the first batch has 3 samples"),
+        (Module(), DataLoader([object()], batch_size=None), "the batch cannot be cut"),
+        (Module(), DataLoader([]), "the first batch has 0 samples"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_with_the_reason(module, data, reason):
+    with pytest.raises(ImpossibleError, match=reason):
+        verify(module, make_data() if data is None else data)
