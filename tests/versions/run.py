@@ -75,6 +75,7 @@ TESTS = [
     "tests/steps/test_active_collectives_integration.py",
     "tests/resume/test_loading.py",
     "tests/strategies/test_balanced_dp_gradients.py",
+    "tests/verification/test_verify.py",
     "tests/strategies/test_balanced_ddp.py::test_any_number_of_ranks_trains_as_one_process[2-False]",
     "tests/parity/test_parity.py",
     "tests/test_documentation.py::test_the_readmes_program_prints_what_it_says",
