@@ -3,9 +3,7 @@
 import argparse
 import importlib
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext._lightning import NAME, LightningDataModule, LightningModule
+from lightning_ddp_ext._lightning import LightningDataModule, LightningModule
 from lightning_ddp_ext.verification import ImpossibleError, Report, verify
 from lightning_ddp_ext.verification.replay import describe_error
 
@@ -27,8 +25,6 @@ _FINDING, _IMPOSSIBLE = 1, 2  # exit codes
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = _parse(arguments)
-    logging.getLogger(NAME).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     errors = Console(stderr=True)
     try:
         model, data = _make(options)
