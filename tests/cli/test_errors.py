@@ -83,7 +83,7 @@ MISTAKES_AT_THE_START = [
 def test_a_mistake_ends_with_one_line_that_names_the_setting(call_main, tmp_path):
     for overrides, expected in MISTAKES.items():
         code, printed = call_main(*overrides.split())
-        assert (code, printed.out) == (1, ""), overrides
+        assert (code, printed.out, printed.err.count("\n")) == (1, "", 1), (overrides, printed.err)
         (line,) = printed.err.splitlines()
         assert line.startswith("lightning-ddp-ext: ")
         assert expected in line
