@@ -19,12 +19,10 @@ class Culprit:
 
     Attributes:
         line: Where; None for a part of torch that no line of the program asks for.
-        module: The innermost module that runs there, by name and class.
         meaning: What it means, in one clause.
     """
 
     line: Line | None
-    module: str
     meaning: str
 
 
@@ -81,10 +79,10 @@ class Differences:
         none = [one for one in self._matched.values() if one.relation.kind == "none"]
         for one in none:
             if one.position in leading:
-                return Culprit(one.operation.line, one.operation.module, self._explain(one))
+                return Culprit(one.operation.line, self._explain(one))
         for one in none:
             if one.operation.is_backward and one.operation.line is not None:
-                return Culprit(one.operation.line, one.operation.module, "samples influence each other's gradients")
+                return Culprit(one.operation.line, "samples influence each other's gradients")
         return None
 
     def find_sum(self) -> Line | None:

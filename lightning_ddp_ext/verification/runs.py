@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 from typing_extensions import override
 
 from lightning_ddp_ext._lightning import (
@@ -169,9 +169,9 @@ def draw_indices(
         trainer.fit(
             module, **({"datamodule": data} if isinstance(data, LightningDataModule) else {"train_dataloaders": data})
         )
-    loader = trainer.train_dataloader
+    loader: Any = trainer.train_dataloader
     sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None:
+    if sampler is None or isinstance(loader.dataset, IterableDataset):
         return [], None
     own = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
     code = getattr(type(own).__iter__, "__code__", None)

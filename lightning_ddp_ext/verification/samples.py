@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import chain, islice, pairwise
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
@@ -27,7 +27,7 @@ class Samples:
         self._scatter = getattr(module, "scatter_batch", None)
         self._collate: Any = None
         self._batch: Any = None
-        if (isinstance(loader, DataLoader) and loader.batch_size is not None) or _has_batch_sampler(loader):
+        if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
             self._collate = loader.collate_fn
             self._samples = _draw(loader)
             self.number = len(self._samples)
@@ -101,14 +101,10 @@ class Samples:
         return [*self._scatter(batch, lambda number: sizes)] if self._scatter is not None else split_batch(batch, sizes)
 
 
-def _has_batch_sampler(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
-
-
 def _draw(loader: Any) -> list[Any]:
     """Return the first samples of a loader, in its order."""
     dataset = loader.dataset
-    if loader.batch_sampler is None or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset):
         return list(islice(iter(dataset), MOST))
     indices = list(islice(chain.from_iterable(loader.batch_sampler), MOST))
     return list(dataset.__getitems__(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]

@@ -18,6 +18,7 @@ from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.verification.processes import TooLateError, run_forked
 from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, describe_error
 from lightning_ddp_ext.verification.runs import (
+    STEPS,
     Outcome,
     Run,
     Stopped,
@@ -215,7 +216,7 @@ class _Verifier:
                     raise
         checks = [*self._check_step(), *self._check_samples()]
         self._progress("two steps in one process")
-        (alone,) = self._fork([partial(self._train_alone)])
+        (alone,) = self._fork([self._train_alone])
         for name, run in self._runs():
             self._progress(f"two steps on {len(run.sizes)} ranks of `{name}`")
             found = [*self._check_run(name, run, alone)]
@@ -231,7 +232,7 @@ class _Verifier:
         return checks
 
     def _train_alone(self) -> Outcome:
-        loader = self._samples.loader(self._samples.sizes(), None, 2)
+        loader = self._samples.loader(self._samples.sizes(), None, STEPS)
         return fit(self._module, loader, self._precision, devices=1)
 
     def _check_step(self) -> Iterable[Check]:
@@ -269,10 +270,9 @@ class _Verifier:
                 "compute each sample's loss from this sample alone, or gather what is needed from all ranks",
             )  # fmt: skip
         if finding.batch_norms:
-            shown = ", ".join(f"`{one}`" for one in finding.batch_norms[:3])
-            more = f" and {len(finding.batch_norms) - 3} more" if len(finding.batch_norms) > 3 else ""
+            shown = _list([f"`{one}`" for one in finding.batch_norms])
             yield Check(
-                "batch normalisation", "note", f"each device normalises its own samples: {shown}{more}",
+                "batch normalisation", "note", f"each device normalises its own samples: {shown}",
                 remedy="`sync_batchnorm=True` normalises those of all devices",
             )  # fmt: skip
 
@@ -301,9 +301,8 @@ class _Verifier:
         yield "ddp", Run(partial(DDPStrategy, find_unused_parameters=True), [half, number - half])
         if self._weight_by is None:
             return
-        kind: Any = BalancedDDPStrategy if self._samples.are_collated else DDPJoinStrategy
+        name, kind = _recommended(self._samples)
         make = partial(kind, weight_by=self._weight_by)
-        name = "balanced_ddp" if kind is BalancedDDPStrategy else "ddp_join"
         sizes = self._samples.sizes()
         for parts in ([sizes[0], number - sizes[0]], sizes):
             if len(parts) > 1:
@@ -326,9 +325,8 @@ class _Verifier:
         self._communicates |= first.communicates
         different = [key for key in first.tensors if any(not _same(first.tensors, one.tensors, key) for one in others)]
         differences = [_relative(*both) for both in zip(first.gradients, alone.gradients, strict=True)]
-        allowed = [self._step.finding.tolerance, max(_LEAST, _GROWTH * differences[0])]
+        allowed = [self._step.finding.tolerance, max([_LEAST, *(_GROWTH * one for one in differences[:1])])]
         wrong = next((step for step, one in enumerate(differences) if not one <= allowed[min(step, 1)]), None)
-        by_nature = self._step.draws
         of_ranks = [] if run.shares else [*self._check_ranks(outcomes, run.sizes)]
         yield from of_ranks
         if different:
@@ -337,7 +335,10 @@ class _Verifier:
         elif wrong is None:
             self.equal.append(strategy)
             yield Check(name, "ok", "ranks are identical, and train as one process")
-        elif by_nature or (strategy == "ddp" and self._weight_by != "samples"):
+        elif self._step.draws:
+            text = "ranks are identical; not compared with one process, because the step draws random numbers"
+            yield Check(name, "note", text)
+        elif strategy == "ddp" and self._weight_by != "samples":
             yield Check(name, "note", "ranks are identical; not compared with one process, for the reason above")
         elif not of_ranks:
             text = f"the gradient of step {wrong + 1} differs by {differences[wrong]:.1e} from one process"
@@ -395,14 +396,14 @@ class _Verifier:
         if self._weight_by is None:
             return 'strategy="ddp"' if self._gathers else ""
         name, kind = _recommended(self._samples)
-        return (
-            f'strategy="{name}"' if self._weight_by == "samples" else f'strategy={kind}(weight_by="{self._weight_by}")'
-        )
+        if self._weight_by == "samples":
+            return f'strategy="{name}"'
+        return f'strategy={kind.__name__}(weight_by="{self._weight_by}")'
 
 
-def _recommended(samples: Samples) -> tuple[str, str]:
+def _recommended(samples: Samples) -> tuple[str, Any]:
     """Return name and class of the strategy that fits the data: `balanced_ddp` divides batches of samples."""
-    return ("balanced_ddp", "BalancedDDPStrategy") if samples.are_collated else ("ddp_join", "DDPJoinStrategy")
+    return ("balanced_ddp", BalancedDDPStrategy) if samples.are_collated else ("ddp_join", DDPJoinStrategy)
 
 
 def _agree(counts: Sequence[float], weights: Sequence[float] | None) -> bool:
