@@ -1,8 +1,9 @@
 """Times and memory of training steps on GPUs, against Lightning's `ddp` with one rank, one device, and `DataParallel`.
 
-`balanced_dp` and torch's `DataParallel` have a replica on each GPU, or two on the only one; memory is the first one's.
-All contenders train in turn in one process, a few dozen steps at a time; ratios are taken within a round. The host
-waits for the device before and after the steps that are counted, not in between.
+Strategies of ranks have one rank. `balanced_dp` and torch's `DataParallel` have a replica on each GPU, or two on the
+only one; memory is the first one's. All contenders train in turn in one process, a few dozen steps at a time; ratios
+are taken within a round. The host waits for the device before and after the steps that are counted, not in between. A
+profiled run of each contender says how long the device computes in a step; in the rest of a step it waits for the host.
 Run it with `python benchmarks/gpu.py`.
 """
 
@@ -10,12 +11,13 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,28 @@ from measuring.models import CASES as SMALL_CASES
 from measuring.models import MANY
 from measuring.rounds import Burst, Measurement, collect_rounds
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn import functional
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as Profiler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+)
 from tests.support import devices
 
+_PROFILED = 5  # steps
 WARM_UP = 6  # steps, of which the first ones build buckets and choose kernels
 ONE, DDP = "one device", "ddp"
 DATA_PARALLEL, BALANCED = "DataParallel", "balanced_dp"
 REFERENCES = {
-    DATA_PARALLEL: [ONE], "ddp_checkpoint": [DDP], "ddp_join": [DDP], "balanced_dp, 1 replica": [ONE],
+    DATA_PARALLEL: [ONE], DDP: [ONE], "ddp_checkpoint": [DDP], "ddp_join": [DDP], "balanced_ddp": [DDP],
+    "balanced_dp, 1 replica": [ONE],
     BALANCED: [ONE, DATA_PARALLEL],
 }  # fmt: skip
 
@@ -136,9 +148,9 @@ def make_cases(is_quick: bool) -> dict[str, Case]:
 
     return {
         "transformer": Case(partial(Transformer, vocabulary, layers, width, False), precision, words),
-        "transformer, recomputed": Case(partial(Transformer, vocabulary, layers, width, True), precision, words),
         "residual network": Case(partial(residual_network, blocks, channels), precision, pictures),
         MANY: Case(many.build, "32-true", numbers),
+        "transformer, recomputed": Case(partial(Transformer, vocabulary, layers, width, True), precision, words),
     }
 
 
@@ -172,11 +184,12 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Window(pl.Callback):
-    """Times and memory of the steps after the warm-up."""
+    """Times and memory of the steps after the warm-up; a profiler makes steps longer, but not the device's work."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, profiler: Profiler | None = None) -> None:
         self._device = device
         self._is_cpu = device.type == "cpu"
+        self._profiler = profiler
         self._begin = 0.0
         self.seconds = 0.0
         self.peak = 0.0
@@ -188,12 +201,16 @@ class Window(pl.Callback):
             self._synchronize()
             if not self._is_cpu:
                 torch.accelerator.reset_peak_memory_stats(self._device)
+            if self._profiler is not None:
+                self._profiler.start()
             self._begin = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Stop the clock when the device has finished, then read its memory."""
         self._synchronize()
         self.seconds = time.perf_counter() - self._begin
+        if self._profiler is not None:
+            self._profiler.stop()
         if not self._is_cpu:
             self.peak = torch.accelerator.max_memory_allocated(self._device)
             module.zero_grad()
@@ -217,6 +234,7 @@ def make_strategies(device: torch.device) -> dict[str, Callable[[], Any]]:
         **theirs,
         "ddp_checkpoint": partial(DDPCheckpointStrategy, **ranked),
         "ddp_join": partial(DDPJoinStrategy, **ranked),
+        "balanced_ddp": partial(BalancedDDPStrategy, **ranked),
         "balanced_dp, 1 replica": partial(BalancedDataParallelStrategy, parallel_devices=[device]),
         BALANCED: partial(BalancedDataParallelStrategy, parallel_devices=replica_devices()),
     }
@@ -227,7 +245,15 @@ def replica_devices() -> list[torch.device]:
     return devices.devices(max(2, devices.device_count()))
 
 
-def fit(name: str, case: Case, data: Endless, strategy: Callable[[], Any], device: torch.device, steps: int) -> Burst:
+def fit(
+    name: str,
+    case: Case,
+    data: Endless,
+    strategy: Callable[[], Any],
+    device: torch.device,
+    steps: int,
+    profiler: Profiler | None = None,
+) -> Burst:
     """Train for some steps after a warm-up; memory is in bytes, without the parameters and the batches."""
     gc.collect()
     torch.manual_seed(0)
@@ -236,7 +262,7 @@ def fit(name: str, case: Case, data: Endless, strategy: Callable[[], Any], devic
     if name == DATA_PARALLEL:
         network = nn.DataParallel(network, device_ids=replica_devices())
     module = Classifier(network)
-    window = Window(device)
+    window = Window(device, profiler)
     trainer = pl.Trainer(
         strategy=strategy(), accelerator=device.type, devices=1, precision=case.precision, callbacks=[window],
         plugins=[LightningEnvironment()], max_epochs=-1, max_steps=WARM_UP + steps, logger=False,
@@ -252,7 +278,33 @@ def fit(name: str, case: Case, data: Endless, strategy: Callable[[], Any], devic
     )
 
 
-def measure(case: Case, device: torch.device, options: argparse.Namespace) -> Measurement:
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """What the device does in a step: seconds in which it computes or copies, and the number of kernels and copies."""
+
+    busy: float
+    launches: float
+
+
+def profile(run: Callable[[Profiler], Any], steps: int) -> DeviceWork:
+    """Return the device's work in a step of a profiled run."""
+    profiler = Profiler(activities=[ProfilerActivity.CUDA])
+    run(profiler)
+    times = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    busy = length_of_union((one.start, one.end) for one in times)
+    return DeviceWork(busy / steps / 1e6, len(times) / steps)
+
+
+def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of some intervals lasts."""
+    length, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return length
+
+
+def measure(case: Case, device: torch.device, options: argparse.Namespace) -> tuple[Measurement, dict[str, DeviceWork]]:
     """Run all contenders in rounds, after one warm-up of each that also finds the number of steps."""
     strategies, data = make_strategies(device), Endless(case, device)
     until = time.perf_counter() + options.seconds
@@ -271,10 +323,15 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace) -> Me
         number = len(measurement.rounds)
         names = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
         measurement.rounds.append({name: turns[name]() for name in names})
-    return measurement
+    work = {}
+    if device.type == "cuda":
+        for name, strategy in strategies.items():
+            run = partial(fit, name, case, data, strategy, device, _PROFILED)
+            work[name] = profile(run, _PROFILED)
+    return measurement, work
 
 
-def describe(name: str, measurement: Measurement) -> tuple[dict[str, Any], list[str]]:
+def describe(name: str, measurement: Measurement, work: Mapping[str, DeviceWork]) -> tuple[dict[str, Any], list[str]]:
     """Return the conclusions of a case as numbers and as rows of a table."""
     numbers: dict[str, Any] = {}
     rows = []
@@ -289,6 +346,7 @@ def describe(name: str, measurement: Measurement) -> tuple[dict[str, Any], list[
         above = 1 + (peak - least) / unit
         numbers[contender] = {
             "seconds": estimate_to_json(measurement.time(contender)),
+            "device": asdict(work[contender]) if work else None,
             "ratios": {reference: estimate_to_json(ratio) for reference, ratio in ratios.items()},
             "peak in bytes": peak,
             "held in bytes": min(burst.extra["held"] for burst in bursts),
@@ -298,7 +356,8 @@ def describe(name: str, measurement: Measurement) -> tuple[dict[str, Any], list[
         times = _cell(measurement.time(contender), 1000)
         compared = "; ".join(f"{_cell(ratio)} of {reference}" for reference, ratio in ratios.items())
         memory = f"{peak / 2**30:.2f} | {above:.2f}" if peak else "|"
-        rows.append(f"| {name} | {contender} | {times} | {compared} | {memory} |")
+        busy = f"{1000 * work[contender].busy:.2f} | {work[contender].launches:.0f}" if work else "|"
+        rows.append(f"| {name} | {contender} | {times} | {compared} | {busy} | {memory} |")
     return numbers, rows
 
 
@@ -313,8 +372,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accelerator", default="cuda", help="another one to see whether it works")
     parser.add_argument("--rounds", type=int, default=12, help=f"at most; at least {FEWEST}")
-    parser.add_argument("--seconds", type=float, default=30, help="for the rounds of a case beyond the first ones")
-    parser.add_argument("--burst", type=float, default=0.6, help="seconds of a contender's turn")
+    parser.add_argument("--seconds", type=float, default=10, help="for the rounds of a case beyond the first ones")
+    parser.add_argument("--burst", type=float, default=0.4, help="seconds of a contender's turn")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="by default all")
     parser.add_argument("--quick", action="store_true", help="small models; the default except on CUDA")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/gpu"), help="folder of the results")
@@ -327,14 +386,15 @@ def main() -> None:
     cases = make_cases(options.quick or options.accelerator != "cuda")
     results: dict[str, Any] = {"cases": {}, "page": [
         "Medians over rounds with exact 95 % intervals; ratios are taken within a round. Memory of gradients: the peak"
-        " of a step less the peak on one device, in units of all gradients, plus 1.",
+        " of a step less the peak on one device, in units of all gradients, plus 1. Device: the part of a step in which"
+        " it computes or copies, and how many kernels and copies; in the rest of a step it waits for the host.",
         "",
-        "| model | strategy | step in ms | ratio | peak in GiB | memory of gradients |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | strategy | step in ms | ratio | device in ms | kernels | peak in GiB | memory of gradients |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]}  # fmt: skip
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.cases or cases:
-        numbers, rows = describe(name, measure(cases[name], device, options))
+        numbers, rows = describe(name, *measure(cases[name], device, options))
         results["cases"][name] = numbers
         results["page"] += rows
         print(*rows, sep="\n", flush=True)

@@ -1,5 +1,6 @@
 """Gradients on real devices: NCCL, recurrent networks, and memory formats of convolutional ones."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,6 +18,16 @@ def test_one_rank_equals_one_device(name, record_property):
     record_property("backend", found.backend)
     assert found.backend == devices.backend(1)
     assert difference(found, train_alone(task)) < devices.tolerance()
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+@pytest.mark.parametrize("name", RANKED)
+def test_batch_normalisation_over_ranks(needs_cuda, name, is_synced):
+    """Two ranks with unequal shares share the GPU; without synchronisation, the negative control, they differ."""
+    task = Task(partial(Regression, mlp), sizes=((3, 5, 2), (7, 2, 4)), trainer={"sync_batchnorm": is_synced})
+    ended = train(name, task)
+    found = difference(ended[0], train_alone(replace(task, trainer={})))
+    assert found < devices.tolerance() if is_synced else found > 1e-3
 
 
 class Recurrent(nn.Module):

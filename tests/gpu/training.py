@@ -14,17 +14,23 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+)
 from tests.strategies.toolkit import digest_of
 from tests.support import training
 from tests.support.processes import run_processes
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "balanced_dp": BalancedDataParallelStrategy,
+    "balanced_ddp": BalancedDDPStrategy,
     "ddp_checkpoint": DDPCheckpointStrategy,
     "ddp_join": DDPJoinStrategy,
 }
-RANKED = ("ddp_checkpoint", "ddp_join")
+RANKED = ("balanced_ddp", "ddp_checkpoint", "ddp_join")
 WIDTH = 16
 
 
@@ -109,8 +115,9 @@ def train_here(task, batches, strategy, count):
 def train_on_rank(name, task):
     """Train as one of the ranks that `run_processes` has started."""
     warnings.simplefilter("ignore")
-    batches = task.batches(int(os.environ["RANK"]))
-    return train_here(task, batches, STRATEGIES[name](**task.strategy), int(os.environ["WORLD_SIZE"]))
+    strategy = STRATEGIES[name](**task.strategy)
+    batches = task.whole_batches() if strategy.shares_batches else task.batches(int(os.environ["RANK"]))
+    return train_here(task, batches, strategy, int(os.environ["WORLD_SIZE"]))
 
 
 def train(name, task, timeout=200.0):
