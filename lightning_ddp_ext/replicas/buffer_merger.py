@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, equal_or_nan
+from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, copy_all_, equal_or_nan
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.replica import Replicas, is_expanded
 
@@ -134,6 +134,7 @@ class BatchNormObserver:
             if isinstance(module, BatchNorm)
         ]
         self._values_per_sample: set[int] = set()
+        self._keeps_calls = True
         for layer in self._layers:
             for copy, calls in zip(layer.copies, layer.calls, strict=True):
                 self._observe(copy, calls)
@@ -148,7 +149,7 @@ class BatchNormObserver:
             elif layer.training and input.numel():
                 values = input.numel() // input.size(1)
                 self._values_per_sample.add(values // input.size(0))
-                if layer.running_mean is not None:
+                if layer.running_mean is not None and self._keeps_calls:
                     calls.append(_Call(values, _momentum(layer), [one.clone() for one in _statistics(layer)]))
             return original(input, *args, **kwargs)
 
@@ -161,8 +162,9 @@ class BatchNormObserver:
             return False
         return not self._values_per_sample or 1 in self._values_per_sample
 
-    def forget(self) -> None:
+    def expect(self, active: Sequence[int]) -> None:
         """Forget the calls of the last step; activation checkpointing adds some in its backward pass."""
+        self._keeps_calls = len(active) > 1
         for layer in self._layers:
             for calls in layer.calls:
                 calls.clear()
@@ -171,6 +173,8 @@ class BatchNormObserver:
         """Write the whole batch's running statistics into the master, and return the ids of these buffers."""
         if not self._layers:
             return set()
+        if len(active) == 1:
+            return self._take_over(active[0])
         groups: dict[tuple[torch.dtype, int], list[_Layer]] = {}
         merged: set[int] = set()
         with torch.no_grad():
@@ -189,6 +193,20 @@ class BatchNormObserver:
             for (_, calls_made), layers in groups.items():
                 _merge_statistics(layers, active, calls_made)
         return merged
+
+    def _take_over(self, index: int) -> set[int]:
+        """Copy the statistics of the only active replica, whose chunk is the batch."""
+        pairs = [
+            (own, copied)
+            for layer in self._layers
+            for name, own in layer.master._buffers.items()
+            if (copied := layer.copies[index]._buffers.get(name)) is not None
+            if own is not None and own.shape == copied.shape
+        ]
+        if pairs:
+            with torch.no_grad():
+                copy_all_(*(list(kind) for kind in zip(*pairs, strict=True)))
+        return {id(own) for own, _ in pairs}
 
 
 def _add_compiled_calls(layers: Sequence[_Layer], active: Sequence[int], sizes: Sequence[int]) -> None:

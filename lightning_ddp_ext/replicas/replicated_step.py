@@ -246,7 +246,7 @@ class ReplicatedModule:
         # Python's and torch's profilers record only the thread that started them; Lightning's refuse an action twice.
         profiler = trainer.profiler  # type: ignore[attr-defined]  # public, but set outside of the class
         record.in_order = not isinstance(profiler, PassThroughProfiler) or self._shared.forces_order(step)
-        self._mergers.batch_norm.forget()
+        self._mergers.batch_norm.expect(record.active)
         self._shared.watch(step)
         jobs = {
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)

@@ -19,7 +19,7 @@ def train(net, sizes, batches, observed=True):
     active = [index for index, size in enumerate(sizes) if size]
     for batch in batches:
         replicas.refresh()
-        observer.forget()
+        observer.expect(active)
         for index, chunk in zip(range(len(sizes)), batch.split(sizes), strict=True):
             if index in active:
                 replicas[index].module(chunk)
@@ -58,6 +58,8 @@ def test_statistics_of_one_layer_are_those_of_the_whole_batch(layer, shape, mome
     for sizes in ([4, 4], [2, 6], [0, 8], [3, 0, 5], [2, 2, 4]):
         net = layer(3, momentum=momentum, dtype=torch.float64)
         assert difference_to_one_device(net, sizes, batches(*shape)) < 1e-12, sizes
+    for sizes in ([8], [0, 8]):  # a single replica's statistics are copied
+        assert difference_to_one_device(layer(3, momentum=momentum, dtype=torch.float64), sizes, batches(*shape)) == 0
         assert net.num_batches_tracked == 3
 
 

@@ -27,6 +27,7 @@ from tests.support.training import (
     train,
 )
 
+REPLICA_THREADS = "replica-"  # how their names begin
 OPTIONS = [
     {"overfit_batches": 0.5},
     {"limit_train_batches": 0.6, "limit_val_batches": 0.5},
@@ -88,14 +89,15 @@ class Profiled(Classifier):
 
 @pytest.mark.usefixtures("_side_by_side")
 @pytest.mark.parametrize("kind", ["simple", AdvancedProfiler])
-def test_profilers_see_the_actions_of_every_replica_on_one_thread(tmp_path, kind):
+def test_profilers_see_the_actions_of_every_replica(tmp_path, kind):
     def run(**way):
         profiler = kind if kind == "simple" else kind(tmp_path, str(way["devices"]))
         return train(seeded(Profiled), **way, profiler=profiler, loader=batches(40), max_epochs=1)
 
     single, parallel = both_ways(run)
     assert_same_training(parallel, single)
-    assert {*parallel.module.threads} == {"MainThread"}
+    # Devices repeat the forward pass in a thread of autograd, also with one of them.
+    assert not [name for name in parallel.module.threads if name.startswith(REPLICA_THREADS)]
     assert len(single.module.threads) == 2 * 5
     assert len(parallel.module.threads) == 2 * 2 * 5
     if kind == "simple":
@@ -107,7 +109,7 @@ def test_profilers_see_the_actions_of_every_replica_on_one_thread(tmp_path, kind
 
 
 def replica_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("replica-")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(REPLICA_THREADS)]
 
 
 def test_fit_validate_test_predict_and_fit_again():

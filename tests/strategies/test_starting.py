@@ -26,6 +26,7 @@ from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoi
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import BackendError, UnsupportedFeatureError
 from lightning_ddp_ext.strategies.connected import ConnectedDDPStrategy, ConnectedFSDPStrategy
+from tests.support import devices
 from tests.support.processes import run_processes
 from tests.support.programs import UNLAUNCHED
 from tests.support.training import quiet_trainer
@@ -56,6 +57,8 @@ def outcome_of(run):
 def start(*arguments, **options):
     # Lightning reads the state of CUDA's generators, after which a fork cannot use CUDA.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    if devices.accelerator() == "cuda":
+        environment[devices.VARIABLE] = "cpu"
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment, **options)
 
@@ -82,10 +85,10 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def train(strategy, devices, batch_size):
+def train(strategy, count, batch_size):
     seed_everything(0, verbose=False)
     net, data = Net(), TensorDataset(torch.randn(12, 4))
-    quiet_trainer(strategy, devices, max_epochs=2).fit(net, DataLoader(data, batch_size=batch_size))
+    quiet_trainer(strategy, count, max_epochs=2).fit(net, DataLoader(data, batch_size=batch_size))
     print("TRAINED", strategy, sum(p.double().sum() for p in net.parameters()).item())
 
 
