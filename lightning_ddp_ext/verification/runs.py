@@ -45,6 +45,7 @@ class Outcome:
         tensors: Parameters, buffers and optimizer states, by name.
         gradients: The gradient that each optimizer step has got, as a vector in float64.
         logged: Logged values, by key.
+        rates: Learning rates at the end.
         lines: Lines that have logged the keys.
         monitored: Keys that a scheduler or a callback reads.
         traces: Of the first step, with random numbers of Python and numpy that are those of this rank: with the random
@@ -54,6 +55,7 @@ class Outcome:
     tensors: dict[str, Tensor]
     gradients: list[Tensor]
     logged: dict[str, float]
+    rates: list[float]
     lines: dict[str, Line | None]
     monitored: set[str]
     traces: tuple[Trace, Trace]
@@ -190,8 +192,8 @@ def quiet_trainer(**options: Any) -> Trainer:
     """Return a Trainer of CPUs that trains one epoch, and writes nothing but into a temporary folder."""
     return Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
-        default_root_dir=tempfile.gettempdir(), **options,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tempfile.gettempdir(),
+        **{"limit_val_batches": 0, **options},
     )  # fmt: skip
 
 
@@ -203,11 +205,13 @@ class Run:
         make_strategy: Returns the strategy.
         sizes: Numbers of samples of the parts.
         shares: Whether the strategy divides whole batches itself.
+        validation: Samples of the validation loaders, and the sizes of their parts.
     """
 
     make_strategy: Callable[[], Any]
     sizes: Sequence[int]
     shares: bool = False
+    validation: Sequence[tuple[Samples, Sequence[int]]] = ()
 
     def ranks(self, module: LightningModule, samples: Samples, precision: Any) -> list[Callable[[], Outcome]]:
         """Return what each rank does."""
@@ -219,20 +223,31 @@ class Run:
     def _train(self, module: LightningModule, samples: Samples, precision: Any, rank: int, port: int) -> Outcome:
         ranks = len(self.sizes)
         _launch(rank, ranks, port)
-        loader = samples.loader(self.sizes, None if self.shares else rank, STEPS)
+        place = None if self.shares else rank
+        loader = samples.loader(self.sizes, place, STEPS)
         options = {"strategy": self.make_strategy(), "devices": ranks, "plugins": [LightningEnvironment()]}
         options["use_distributed_sampler"] = False
-        return fit(module, loader, precision, **options)
+        validation = [own.loader(sizes, place, 1) for own, sizes in self.validation]
+        return fit(module, loader, precision, validation, **options)
 
 
-def fit(module: LightningModule, loader: Any, precision: Any, stops: bool = False, **options: Any) -> Outcome:
-    """Train in this process without dropout; if it `stops`, only until the first step has been traced."""
+def fit(
+    module: LightningModule,
+    loader: Any,
+    precision: Any,
+    validation: Sequence[Any] = (),
+    stops: bool = False,
+    **options: Any,
+) -> Outcome:
+    """Train in this process without dropout, and validate; if it `stops`, only trace the first step."""
     seed_everything(0, verbose=False)
     switch_dropout_off(module)
     watch = _Watch(stops)
+    options |= {"limit_val_batches": 1.0} if validation else {}
     trainer = quiet_trainer(callbacks=[watch], precision=precision, **options)
     with NoDropout(), suppress(Stopped):
-        trainer.fit(module, loader)
+        # A step without `dataloader_idx` is for a single loader.
+        trainer.fit(module, loader, validation if len(validation) > 1 else next(iter(validation), None))
     tensors = {f"`{name}`": one.detach().cpu() for name, one in module.state_dict().items() if isinstance(one, Tensor)}
     for number, optimizer in enumerate(trainer.optimizers):
         for index, state in enumerate(optimizer.state.values()):
@@ -240,7 +255,8 @@ def fit(module: LightningModule, loader: Any, precision: Any, stops: bool = Fals
                 if isinstance(value, Tensor):
                     tensors[f"`{key}` of parameter {index} of optimizer {number}"] = value.detach().cpu()
     logged = {key: float(value) for key, value in trainer.callback_metrics.items() if value.numel() == 1}
-    return Outcome(tensors, watch.gradients, logged, watch.lines, watch.monitored, watch.traces)
+    rates = [float(group.get("lr", 0.0)) for one in trainer.optimizers for group in one.param_groups]
+    return Outcome(tensors, watch.gradients, logged, rates, watch.lines, watch.monitored, watch.traces)
 
 
 def _launch(rank: int, ranks: int, port: int) -> None:

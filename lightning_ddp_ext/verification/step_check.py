@@ -8,7 +8,7 @@ from typing import Any
 from lightning_ddp_ext.verification.differences import Culprit, Differences
 from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from lightning_ddp_ext.verification.operations import Line, Recording
-from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
+from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, ReplayedStep, find_batch_norms
 
 _LEAST = 1e-6  # relative difference of gradients that is reported
 
@@ -45,6 +45,8 @@ def check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Seq
     """Compare the step on a batch with the step on its parts, of `sizes` samples. Batches are before their transfer."""
     run = partial(replay.run, transferred=False, normalizes=False)
     of_whole = run(whole, record=Recording)
+    if not any(one.any() for _, one in of_whole.gradients):
+        raise ImpossibleError("the gradient of the first batch is zero, so that there is nothing to compare")
     recording = of_whole.recording
     assert recording is not None
     of_parts, begin, total = [], 0, sum(sizes)

@@ -1,5 +1,6 @@
 """Checks whether several devices train what one device trains, and names the line that is the reason if not."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext._lightning import Callback, DDPStrategy, LightningDataModule, LightningModule, Trainer
+from lightning_ddp_ext._lightning import (
+    Callback,
+    DDPStrategy,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    is_overridden,
+)
 from lightning_ddp_ext.batches.label_counts import TokenCount
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -35,6 +43,8 @@ Verdict = Literal["ok", "note", "finding"]
 Progress = Callable[[str], None]
 _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and beside that of the first
 _LIMIT = 60.0  # seconds of one run
+_LOGGED = 1e-6  # difference of logged values that is rounding
+_SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
 _PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
 
 
@@ -110,30 +120,34 @@ def verify(
         ImpossibleError: If nothing can be checked, such as if the step fails, with the reason.
     """
     started = time.monotonic()
-    deadline = started + limit
-    samples = _draw(module, data)
-    verifier = _Verifier(module, data, samples, deadline, progress)
+    verifier = _Verifier(module, data, *_draw(module, data), started + limit, progress)
     checks = verifier.run()
     return Report(checks, verifier.use(), time.monotonic() - started)
 
 
-def _draw(module: LightningModule, data: Any) -> Samples:
+def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples]]:
+    """Return samples of the training loader, and of the validation loaders."""
+    hooks = data if isinstance(data, LightningDataModule) else module
     try:
-        if data is None:
-            data = module.train_dataloader()
         if isinstance(data, LightningDataModule):
             data.prepare_data()
             data.setup("fit")
-            data = data.train_dataloader()
-        if isinstance(data, Mapping | list | tuple):
+        training = hooks.train_dataloader() if data is None or data is hooks else data
+        if isinstance(training, Mapping | list | tuple):
             raise ImpossibleError(
                 "there are several training loaders. Give one loader, or a list of batches in a loader"
             )
-        return Samples(data, module)
+        samples = Samples(training, module)
     except ImpossibleError:
         raise
     except Exception as error:
         raise ImpossibleError(f"no batch could be made: {describe_error(error)}") from error
+    loaders: Any = []
+    if is_overridden("val_dataloader", hooks) and is_overridden("validation_step", module):
+        loaders = hooks.val_dataloader()
+    with suppress(ImpossibleError):  # too few samples to compare
+        return samples, [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])]
+    return samples, []
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +204,15 @@ class _Verifier:
     """The checks of a module on some samples."""
 
     def __init__(
-        self, module: LightningModule, data: Any, samples: Samples, deadline: float, progress: Progress
+        self,
+        module: LightningModule,
+        data: Any,
+        samples: Samples,
+        validation: list[Samples],
+        deadline: float,
+        progress: Progress,
     ) -> None:
-        self._data = data
+        self._data, self._validation = data, validation
         self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
         self._precision = _PRECISIONS[0]
         self._step: _Alone | None = None
@@ -216,7 +236,14 @@ class _Verifier:
                     raise
         checks = [*self._check_step(), *self._check_samples()]
         self._progress("two steps in one process")
-        (alone,) = self._fork([self._train_alone])
+        try:
+            (alone,) = self._fork([self._train_alone])
+        except ImpossibleError as error:
+            if not self._validation:
+                raise
+            self._validation = []
+            checks.append(Check("validation", "note", f"not compared: with it, training ends with an error: {error}"))
+            (alone,) = self._fork([self._train_alone])
         for name, run in self._runs():
             self._progress(f"two steps on {len(run.sizes)} ranks of `{name}`")
             found = [*self._check_run(name, run, alone)]
@@ -233,7 +260,8 @@ class _Verifier:
 
     def _train_alone(self) -> Outcome:
         loader = self._samples.loader(self._samples.sizes(), None, STEPS)
-        return fit(self._module, loader, self._precision, devices=1)
+        validation = [one.loader(one.sizes(), None, 1) for one in self._validation]
+        return fit(self._module, loader, self._precision, validation, devices=1)
 
     def _check_step(self) -> Iterable[Check]:
         assert self._step is not None
@@ -296,17 +324,18 @@ class _Verifier:
 
     def _runs(self) -> Iterable[tuple[str, Run]]:
         """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
+        halves = [(one, [sum(one.sizes()) // 2] * 2) for one in self._validation]
         number = sum(self._samples.sizes())
-        half = number // 2
-        yield "ddp", Run(partial(DDPStrategy, find_unused_parameters=True), [half, number - half])
+        yield "ddp", Run(partial(DDPStrategy, find_unused_parameters=True), [number // 2] * 2, validation=halves)
         if self._weight_by is None:
             return
         name, kind = _recommended(self._samples)
-        make = partial(kind, weight_by=self._weight_by)
+        make, shares = partial(kind, weight_by=self._weight_by), kind is BalancedDDPStrategy
         sizes = self._samples.sizes()
-        for parts in ([sizes[0], number - sizes[0]], sizes):
-            if len(parts) > 1:
-                yield name, Run(make, parts, shares=kind is BalancedDDPStrategy)
+        unequal = [(one, [one.sizes()[0], sum(one.sizes()[1:])]) for one in self._validation]
+        yield name, Run(make, [sizes[0], number - sizes[0]], shares, unequal)
+        if len(sizes) > 2:
+            yield name, Run(make, sizes, shares)
 
     def _check_run(self, strategy: str, run: Run, alone: Outcome) -> Iterable[Check]:
         assert self._step is not None
@@ -335,6 +364,11 @@ class _Verifier:
         elif wrong is None:
             self.equal.append(strategy)
             yield Check(name, "ok", "ranks are identical, and train as one process")
+        elif first.rates != alone.rates and wrong > 0:
+            pairs = zip(first.rates, alone.rates, strict=True)
+            one, other = next(both for both in pairs if both[0] != both[1])
+            text = f"ranks are identical, with a learning rate of {one:g}; in one process it is {other:g}"
+            yield Check(name, "note", text)
         elif self._step.draws:
             text = "ranks are identical; not compared with one process, because the step draws random numbers"
             yield Check(name, "note", text)
@@ -347,8 +381,7 @@ class _Verifier:
                 text += f": each rank keeps its own {_list([f'`{state}`' for state, _ in states])}"
             remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks" if states else ""
             yield Check(name, "finding", text, _where(states[0][1]) if states else "", remedy)
-        if not run.shares:
-            yield from self._check_logged(outcomes)
+        yield from self._check_logged(outcomes, run, alone if strategy in self.equal else None)
 
     def _check_ranks(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Iterable[Check]:
         """Compare the step of each rank with the step of one process on the same samples."""
@@ -367,24 +400,38 @@ class _Verifier:
                 )  # fmt: skip
                 return
 
-    def _check_logged(self, outcomes: Sequence[Outcome]) -> Iterable[Check]:
+    def _check_logged(self, outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) -> Iterable[Check]:
+        """Compare logged values of ranks, and those that all ranks share with one process, if it trains alike."""
         lines, monitored = outcomes[0].lines, outcomes[0].monitored
-        own = []
+        expected = {} if alone is None else alone.logged
+        own, changed = [], []
         for key in {key: None for one in outcomes for key in one.logged}:
-            values = [one.logged.get(key) for one in outcomes]
-            if None in values:
-                yield Check(f"logged `{key}`", "finding", "only some ranks log it", _where(lines.get(key)),
-                            "log it on all ranks")  # fmt: skip
-            elif len({*values}) > 1 and key in monitored:
-                shown = ", ".join(f"{value:.4g}" for value in values if value is not None)
-                yield Check(f"logged `{key}`", "finding", f"it is monitored, and each rank has its own value: {shown}",
-                            _where(lines.get(key)), "log it with `sync_dist=True`")  # fmt: skip
-            elif len({*values}) > 1:
+            name, where = f"logged `{key}`", _where(_find(lines, key))
+            values = [one.logged[key] for one in outcomes if key in one.logged]
+            shown = ", ".join(f"{value:.4g}" for value in values)
+            if len({*values}) == 1 and len(values) == len(outcomes):
+                reference = expected.get(key, values[0])
+                if not math.isclose(values[0], reference, rel_tol=_LOGGED, abs_tol=_LOGGED):
+                    changed.append(key)
+                    if key in monitored:
+                        text = f"it is monitored, and is {values[0]:.4g} on ranks, but {reference:.4g} in one process"
+                        yield Check(name, "finding", text, where, _SUMS)
+            elif run.shares:  # the run of `ddp` has shown it
+                continue
+            elif len(values) < len(outcomes):
+                yield Check(name, "finding", "only some ranks log it", where, "log it on all ranks")
+            elif key in monitored:
+                text = f"it is monitored, and each rank has its own value: {shown}"
+                yield Check(name, "finding", text, where, "log it with `sync_dist=True`")
+            else:
                 own.append(key)
-        if own:
-            shown = _list([f"`{key}`" for key in own])
-            yield Check("logged values", "note", f"each rank has its own {shown}; the logger writes those of rank 0",
-                        _where(lines.get(own[0])), "log them with `sync_dist=True`")  # fmt: skip
+        for keys, text, remedy in (
+            (own, "each rank has its own {}; the logger writes those of rank 0", "log them with `sync_dist=True`"),
+            ([key for key in changed if key not in monitored], "{} differ from one process", _SUMS),
+        ):
+            if keys:
+                text = text.format(_list([f"`{key}`" for key in keys]))
+                yield Check("logged values", "note", text, _where(_find(lines, keys[0])), remedy)
 
     @property
     def _gathers(self) -> bool:
@@ -416,6 +463,12 @@ def _agree(counts: Sequence[float], weights: Sequence[float] | None) -> bool:
 def _flat(batch: Any) -> Iterable[Any]:
     """Return the indices of a batch."""
     return (one for index in batch for one in _flat(index)) if isinstance(batch, list | tuple) else [batch]
+
+
+def _find(lines: Mapping[str, Any], key: str) -> Any:
+    """Return the line that logs a key, which may end with what Lightning appends."""
+    return next((line for name, line in lines.items() if key in (name, f"{name}_step", f"{name}_epoch")
+                 or key.startswith(f"{name}/dataloader_idx")), None)  # fmt: skip
 
 
 def _where(line: Any) -> str:
