@@ -26,13 +26,14 @@ from lightning_ddp_ext._lightning import (
     Trainer,
     seed_everything,
 )
+from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.verification.held_optimizers import flat_gradient
 from lightning_ddp_ext.verification.operations import GROUPS, Line, Recording, find_lines
 from lightning_ddp_ext.verification.replay import BatchReplay, NoDropout, find_batch_norms, switch_dropout_off
 from lightning_ddp_ext.verification.samples import Samples
 
 STEPS = 2
-_MOST_BATCHES = 1000  # of an epoch whose samples are compared
+_MOST_BATCHES, _MOST_OF_STREAM = 1000, 64  # of an epoch whose samples are compared
 Trace = list[tuple[str, tuple[Line, ...], str]]
 """Operations that lead to a loss: name, lines with the innermost first, and a fingerprint of the results."""
 
@@ -152,12 +153,18 @@ def _fingerprint(results: Sequence[Tensor]) -> str:
     return found.hexdigest()
 
 
+def _fingerprint_leaves(sample: Any) -> str:
+    return str([_fingerprint([torch.as_tensor(leaf)]) if isinstance(leaf, Tensor | numpy.ndarray | numpy.number)
+                else repr(leaf) for leaf in walk(sample)])  # fmt: skip
+
+
 def draw_indices(
     module: LightningModule, data: Any, rank: int, ranks: int, port: int, replaces: bool
 ) -> tuple[list[Any], Line | None]:
-    """Return what the sampler of a rank gives in an epoch under `ddp`, and the line at which it begins.
+    """Return the samples that a rank gets in an epoch under `ddp`, and the line of the sampler or stream they are from.
 
-    If Lightning `replaces` samplers, as by default, each rank gets samples of its own.
+    If Lightning `replaces` samplers, as by default, each rank gets samples of its own. Samples are indices, or hashes
+    of what a stream gives.
     """
     _launch(rank, ranks, port)
     trainer = quiet_trainer(
@@ -173,11 +180,16 @@ def draw_indices(
         )
     loader: Any = trainer.train_dataloader
     sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None or isinstance(loader.dataset, IterableDataset):
+    source: Any = loader.dataset
+    if isinstance(source, IterableDataset):
+        drawn = [_fingerprint_leaves(one) for one in islice(source, _MOST_OF_STREAM)]
+    elif sampler is None:
         return [], None
-    own = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
-    code = getattr(type(own).__iter__, "__code__", None)
-    return [*islice(sampler, _MOST_BATCHES)], code and Line(code.co_filename, code.co_firstlineno)
+    else:
+        drawn = [*islice(sampler, _MOST_BATCHES)]
+        source = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
+    code = getattr(type(source).__iter__, "__code__", None)
+    return drawn, code and Line(code.co_filename, code.co_firstlineno)
 
 
 class _Draw(Callback):

@@ -1,7 +1,7 @@
 """Batches of a loader, and parts of them that its collate function makes of fewer samples."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -21,10 +21,17 @@ class Samples:
     Args:
         loader: The loader; a loader that does not collate samples, or any other iterable, gives one finished batch.
         module: Its `scatter_batch`, if it has one, cuts a finished batch that cannot be cut otherwise.
+
+    Attributes:
+        is_stream: Whether the loader reads an `IterableDataset`.
+        length: How many samples its dataset has; None if that is unknown.
     """
 
     def __init__(self, loader: Any, module: Any) -> None:
         self._scatter = getattr(module, "scatter_batch", None)
+        dataset = getattr(loader, "dataset", None)
+        self.is_stream = isinstance(dataset, IterableDataset)
+        self.length = len(dataset) if isinstance(dataset, Sized) and not self.is_stream else None
         self._collate: Any = None
         self._batch: Any = None
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None:

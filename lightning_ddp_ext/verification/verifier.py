@@ -42,8 +42,9 @@ from lightning_ddp_ext.verification.step_check import StepFinding, check_step
 Verdict = Literal["ok", "note", "finding"]
 Progress = Callable[[str], None]
 _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and beside that of the first
-_LIMIT = 60.0  # seconds of one run
+_LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and beside those of a run of one process
 _LOGGED = 1e-6  # difference of logged values that is rounding
+_EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
 _SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
 _PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
 
@@ -214,14 +215,16 @@ class _Verifier:
     ) -> None:
         self._data, self._validation = data, validation
         self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
+        self._limit = math.inf  # seconds of a run
         self._precision = _PRECISIONS[0]
         self._step: _Alone | None = None
         self._weight_by: str | None = None
         self._communicates = False  # the step does
+        self._is_divided = False  # a stream that gives each rank samples of its own
         self.equal: list[str] = []  # strategies that train as one process
 
     def _fork(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        return run_forked(functions, min(self._deadline, time.monotonic() + _LIMIT))
+        return run_forked(functions, min(self._deadline, time.monotonic() + self._limit))
 
     def run(self) -> list[Check]:
         """Run all checks."""
@@ -236,6 +239,7 @@ class _Verifier:
                     raise
         checks = [*self._check_step(), *self._check_samples()]
         self._progress("two steps in one process")
+        started = time.monotonic()
         try:
             (alone,) = self._fork([self._train_alone])
         except ImpossibleError as error:
@@ -244,11 +248,14 @@ class _Verifier:
             self._validation = []
             checks.append(Check("validation", "note", f"not compared: with it, training ends with an error: {error}"))
             (alone,) = self._fork([self._train_alone])
+        self._limit = max(_LEAST_LIMIT, _SLOWER * (time.monotonic() - started))
         for name, run in self._runs():
             self._progress(f"two steps on {len(run.sizes)} ranks of `{name}`")
             found = [*self._check_run(name, run, alone)]
-            checks += found
-            if any(check.verdict == "finding" and check.name in ("step of a rank", name) for check in found):
+            known = {(check.name, check.where) for check in checks}
+            checks += [check for check in found if (check.name, check.where) not in known]
+            findings = {check.name for check in found if check.verdict == "finding"}
+            if "step of a rank" in findings or (name != "ddp" and f"`{name}` on {len(run.sizes)} ranks" in findings):
                 self._weight_by = None  # no strategy mends a step that is different on ranks
                 break
         if self._gathers and checks[0].verdict == "finding":
@@ -316,11 +323,16 @@ class _Verifier:
             found = self._fork([partial(draw, rank, port=port, replaces=False) for rank in (0, 1)])
         (one, line), (other, _) = found
         ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches in (one, other))
+        self._is_divided = self._samples.is_stream and not ours & theirs
         if len(ours & theirs) > 1:  # one may fill up the last batch
             yield Check(
                 "samples of ranks", "finding", f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples",
-                _where(line), "let the sampler give each rank other samples, such as every second one to each of two",
+                _where(line), "let each rank have other samples, such as every second one, or use `balanced_ddp`",
             )  # fmt: skip
+        for number, one in enumerate(self._validation):
+            if one.length is not None and one.length % 2:
+                text = f"`ddp` repeats samples of validation loader {number} so that all ranks have equally many"
+                yield Check("samples of validation", "note", text, remedy=_EACH_ONCE)
 
     def _runs(self) -> Iterable[tuple[str, Run]]:
         """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
@@ -329,7 +341,7 @@ class _Verifier:
         yield "ddp", Run(partial(DDPStrategy, find_unused_parameters=True), [number // 2] * 2, validation=halves)
         if self._weight_by is None:
             return
-        name, kind = _recommended(self._samples)
+        name, kind = self._recommended
         make, shares = partial(kind, weight_by=self._weight_by), kind is BalancedDDPStrategy
         sizes = self._samples.sizes()
         unequal = [(one, [one.sizes()[0], sum(one.sizes()[1:])]) for one in self._validation]
@@ -434,6 +446,12 @@ class _Verifier:
                 yield Check("logged values", "note", text, _where(_find(lines, keys[0])), remedy)
 
     @property
+    def _recommended(self) -> tuple[str, Any]:
+        """Name and class of the strategy that fits the data: `balanced_ddp` divides the samples of all ranks itself."""
+        divides = self._samples.are_collated and not self._is_divided
+        return ("balanced_ddp", BalancedDDPStrategy) if divides else ("ddp_join", DDPJoinStrategy)
+
+    @property
     def _gathers(self) -> bool:
         """Whether ranks exchange what a step needs, so that `ddp` trains as one process."""
         return self._communicates and "ddp" in self.equal
@@ -442,15 +460,10 @@ class _Verifier:
         """Return the arguments of the Trainer to use."""
         if self._weight_by is None:
             return 'strategy="ddp"' if self._gathers else ""
-        name, kind = _recommended(self._samples)
+        name, kind = self._recommended
         if self._weight_by == "samples":
             return f'strategy="{name}"'
         return f'strategy={kind.__name__}(weight_by="{self._weight_by}")'
-
-
-def _recommended(samples: Samples) -> tuple[str, Any]:
-    """Return name and class of the strategy that fits the data: `balanced_ddp` divides batches of samples."""
-    return ("balanced_ddp", BalancedDDPStrategy) if samples.are_collated else ("ddp_join", DDPJoinStrategy)
 
 
 def _agree(counts: Sequence[float], weights: Sequence[float] | None) -> bool:

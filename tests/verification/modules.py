@@ -2,6 +2,7 @@
 
 import inspect
 import random
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -275,4 +276,4 @@ def line_of(defect):
     """Return file and number of the marked line of a function or class, as a report shows them."""
     lines, start = inspect.getsourcelines(defect)
     (number,) = [start + place for place, line in enumerate(lines) if line.rstrip().endswith("# here")]
-    return f"modules.py:{number}"
+    return f"{Path(inspect.getfile(defect)).name}:{number}"

@@ -1,0 +1,58 @@
+"""`verify` finds bugs of public projects, and nothing in the same modules without them."""
+
+import pytest
+
+from lightning_ddp_ext.verification import ImpossibleError, verify
+from tests.verification import published
+from tests.verification.modules import Module, line_of, make_data
+
+
+def findings_of(module, data=None):
+    report = verify(module, make_data() if data is None else data, limit=60)
+    return report, [check.where for check in report.findings]
+
+
+@pytest.mark.parametrize(
+    "bug", [*(pytest.param(bug, marks=pytest.mark.slow) for bug in published.OF_GRADIENTS), *published.OF_VALIDATION]
+)
+def test_a_bug_is_found_and_its_line_is_named(bug):
+    _, found = findings_of(bug())
+    assert any(line_of(bug) in where for where in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", published.WITHOUT_A_LINE)
+def test_ranks_that_do_not_synchronise_are_found(bug):
+    report, _ = findings_of(bug())
+    assert "ranks end with different values of `first.weight`" in str(report.findings)
+    assert report.use == ""
+
+
+@pytest.mark.parametrize("bug", published.OF_SAMPLES)
+def test_data_that_is_the_same_on_all_ranks_is_found(bug):
+    data = published.OF_SAMPLES[bug](published.SameStream() if bug is published.SameStream else make_data().dataset)
+    report, found = findings_of(Module(), data)
+    assert any(line_of(bug) in where for where in found), found
+    assert report.use == 'strategy="balanced_ddp"'
+
+
+def test_a_stream_that_each_rank_reads_in_part_is_no_finding():
+    report, found = findings_of(Module(), published.OF_SAMPLES[published.SameStream](published.PartOfStream()))
+    assert (found, report.use) == ([], 'strategy="ddp_join"')
+
+
+def test_samples_that_ddp_validates_twice_are_a_note():
+    report, found = findings_of(published.RepeatedValidation())
+    assert found == []
+    assert "`ddp` repeats samples of validation loader 0" in str(report.checks)
+
+
+def test_weights_without_a_gradient_are_refused():
+    with pytest.raises(ImpossibleError, match="the gradient of the first batch is zero"):
+        findings_of(published.Dead())
+
+
+@pytest.mark.parametrize("module", published.WITHOUT_A_BUG)
+def test_nothing_is_found_without_a_bug(module):
+    _, found = findings_of(module())
+    assert found == []
