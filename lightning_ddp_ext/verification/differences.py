@@ -10,7 +10,8 @@ from lightning_ddp_ext.verification.operations import Line, Operation, Recording
 from lightning_ddp_ext.verification.relations import CHOICES, Relation, Relations
 from lightning_ddp_ext.verification.replay import ReplayedStep
 
-_ROUNDING = 0.6  # exponent of the precision in a tolerance: 4e-10 for double and 7e-5 for single precision
+# Exponents of the precision in a tolerance, 4e-10 for double and 7e-5 for single precision; and finer ones for a line.
+ROUNDING, FINER = 0.6, (0.75, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,18 @@ class Differences:
         whole: The step on the whole batch.
         parts: The steps on its parts.
         sizes: Number of samples of each part.
+        rounding: Exponent of the precision in the tolerance.
     """
 
-    def __init__(self, whole: ReplayedStep, parts: Sequence[ReplayedStep], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, whole: ReplayedStep, parts: Sequence[ReplayedStep], sizes: Sequence[int], rounding: float = ROUNDING
+    ) -> None:
         self._recording, self._losses = _recording_of(whole), whole.losses
         operations = self._recording.operations
-        kinds = {one.dtype for op in operations for one in op.results if one.is_floating_point()}
-        self.precision = max(torch.finfo(kind).eps for kind in kinds)  # the coarsest
-        self._relations = Relations(sizes, self.precision**_ROUNDING)
+        # What does not depend on the batch, such as the angles of positions, has the same rounding in parts.
+        results = (one for operation in operations if operation.is_of_batch for one in operation.results)
+        self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
+        self._relations = Relations(sizes, self.precision**rounding)
         counterparts = _match(operations, [_recording_of(part).operations for part in parts])
         self._matched: dict[int, _Matched] = {}
         self.origin: dict[tuple[float, ...], Line | None] = {}  # of the weights of means: what they are divided by

@@ -32,6 +32,7 @@ _LIBRARIES = (
     "lightning_utilities",
     __package__.split(".")[0],
 )
+_CALLERS = {(name, str(Path(__file__).with_name(file))) for name, file in (("run", "replay.py"), ("fit", "runs.py"))}
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
@@ -226,10 +227,12 @@ _is_own: dict[CodeType, bool] = {}  # whether code is the user's
 
 
 def find_lines() -> tuple[Line, ...]:
-    """Return the lines of the stack that belong to no library of `_LIBRARIES`, the innermost first."""
+    """Return the lines of the step that belong to no library of `_LIBRARIES`, the innermost first."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         code = frame.f_code
+        if (code.co_name, code.co_filename) in _CALLERS:
+            break  # the program that calls `verify` is not a part of the step
         is_own = _is_own.get(code)
         if is_own is None:
             is_own = _is_own[code] = is_own_file(code.co_filename)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -126,8 +126,14 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> Trace:
     ]
 
 
-def find_difference(own: Outcome, alone: Outcome) -> tuple[Line | None] | None:
-    """Return the line of the first operation of a rank that one process does not do alike; None if there is none.
+class StepDifference(NamedTuple):
+    """The first operation of a rank that one process does not do alike."""
+
+    line: Line | None  # None if no line of the user leads to it
+
+
+def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
+    """Find the first operation of a rank that one process does not do alike; None if there is none.
 
     With other random numbers of torch, results may differ, but not which operations there are.
     """
@@ -137,9 +143,9 @@ def find_difference(own: Outcome, alone: Outcome) -> tuple[Line | None] | None:
         for one, other in zip_longest(longer, shorter, fillvalue=("", (), "")):
             if one[:2] != other[:2]:  # the outermost line that is different
                 both = zip_longest(reversed(one[1]), reversed(other[1] or before))
-                return (next((line for line, another in both if line and line != another), None),)
+                return StepDifference(next((line for line, another in both if line and line != another), None))
             if one[2] != other[2] and not number:
-                return (next(iter(one[1]), None),)
+                return StepDifference(next(iter(one[1]), None))
             before = one[1]
     return None
 

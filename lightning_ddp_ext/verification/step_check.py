@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from lightning_ddp_ext.verification.differences import Culprit, Differences
+from lightning_ddp_ext.verification.differences import FINER, Culprit, Differences
 from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from lightning_ddp_ext.verification.operations import Line, Recording
 from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, ReplayedStep, find_batch_norms
@@ -85,7 +86,8 @@ def _find(
                 divided_at, fitted = line, weights
                 break
         else:
-            culprit = differences.find()
+            finer = (Differences(whole, parts, sizes, rounding) for rounding in FINER)
+            culprit = next(filter(None, (one.find() for one in chain([differences], finer))), None)
     difference = fit.difference(by_samples)
     return StepFinding(
         weight_by,

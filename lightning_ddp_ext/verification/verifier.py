@@ -297,7 +297,7 @@ class _Verifier:
             text = "does not follow from its parts: " + (
                 culprit.meaning
                 if culprit is not None
-                else f"most in `{finding.parameter}`, in code that hides operations"
+                else f"most in `{finding.parameter}`, in code that hides operations, or hardly above rounding"
             )
             drawn = " The step draws random numbers of its own." if self._step.draws and culprit is None else ""
             yield Check(
@@ -315,12 +315,16 @@ class _Verifier:
         """Compare what the samplers of two ranks give."""
         self._progress("the samples of two ranks")
         draw = partial(draw_indices, self._module, self._data, ranks=2)
-        try:
+        for replaces in (True, False):  # Lightning refuses to replace some samplers
             port = free_port()
-            found = self._fork([partial(draw, rank, port=port, replaces=True) for rank in (0, 1)])
-        except ImpossibleError:  # Lightning cannot replace the sampler, and has to be told so
-            port = free_port()
-            found = self._fork([partial(draw, rank, port=port, replaces=False) for rank in (0, 1)])
+            try:
+                found = self._fork([partial(draw, rank, port=port, replaces=replaces) for rank in (0, 1)])
+                break
+            except ImpossibleError as error:
+                problem = str(error)
+        else:
+            yield Check("samples of ranks", "note", f"not compared: {problem}")
+            return
         (one, line), (other, _) = found
         ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches in (one, other))
         self._is_divided = self._samples.is_stream and not ours & theirs
@@ -402,13 +406,13 @@ class _Verifier:
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
             found = find_difference(own, other)
             if found is not None and own.communicates:
-                yield Check("step of a rank", "note", "the step communicates between ranks", _where(found[0]))
+                yield Check("step of a rank", "note", "the step communicates between ranks", _where(found.line))
                 return
             if found is not None:
                 yield Check(
                     "step of a rank", "finding",
                     f"rank {rank} of {len(sizes)} computes something else than one process on the same samples",
-                    _where(found[0]), "leave out what depends on ranks, their number, or random numbers of a rank",
+                    _where(found.line), "leave out what depends on ranks, their number, or random numbers of a rank",
                 )  # fmt: skip
                 return
 
