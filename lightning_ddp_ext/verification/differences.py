@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,27 +57,39 @@ class Differences:
         results = (one for operation in operations if operation.is_of_batch for one in operation.results)
         self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
         self._relations = Relations(sizes, self.precision**rounding)
-        counterparts = _match(operations, [_recording_of(part).operations for part in parts])
-        self._matched: dict[int, _Matched] = {}
-        self.origin: dict[tuple[float, ...], Line | None] = {}  # of the weights of means: what they are divided by
+        self._parts = [_recording_of(part).operations for part in parts]
+        self._origin: dict[tuple[float, ...], Line | None] = {}
+
+    @cached_property
+    def _matched(self) -> dict[int, _Matched]:
+        operations, found = self._recording.operations, dict[int, _Matched]()
+        counterparts = _match(operations, self._parts)
         for position, operation in enumerate(operations):
             others = counterparts.get(position)
             if others is not None and operation.is_of_batch:
-                self._relate(position, operation, others)
+                self._relate(found, position, operation, others)
+        return found
 
-    def _relate(self, position: int, operation: Operation, others: Sequence[Operation]) -> None:
+    @property
+    def origin(self) -> dict[tuple[float, ...], Line | None]:
+        """The weights of means, and the lines that have what these are divided by."""
+        return self._origin if self._matched else {}
+
+    def _relate(
+        self, matched: dict[int, _Matched], position: int, operation: Operation, others: Sequence[Operation]
+    ) -> None:
         before = len(self._relations.known)
         for index, result in enumerate(operation.results):
             of_parts = [other.results[index] for other in others if len(other.results) > index]
             if len(of_parts) == len(others):
                 found = self._relations.find(operation.name, result, of_parts, operation.is_backward)
-                earlier = self._matched.get(position)
+                earlier = matched.get(position)
                 # The worst of its results.
                 if earlier is None or earlier.relation.kind == "unknown" or found.kind == "none":
                     shapes = (result.shape, *(part.shape for part in of_parts))
-                    self._matched[position] = _Matched(position, operation, found, shapes)
+                    matched[position] = _Matched(position, operation, found, shapes)
         for weights in self._relations.known[before:]:
-            self.origin[weights] = operation.line
+            self._origin[weights] = operation.line
 
     def find(self) -> Culprit | None:
         """Return the first operation without a relation that leads to a loss, or else one of a backward pass."""

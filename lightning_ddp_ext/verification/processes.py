@@ -22,6 +22,7 @@ from lightning_ddp_ext.verification.replay import ImpossibleError, describe_erro
 
 _REPORT = 1.0  # seconds before the end in which processes write where they are
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)
+_COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives
 _LAST_LINES = 12  # of the output of a process that ended without a result
 _forking = get_context("fork")
 
@@ -31,11 +32,12 @@ class TooLateError(ImpossibleError):
 
     Attributes:
         waiting: The processes that have no result, by number, and the line at which each is.
+        communicates: Whether one of them waits in a collective of the program.
     """
 
-    def __init__(self, waiting: Mapping[int, Line | None]) -> None:
-        super().__init__("it did not end in time")
-        self.waiting = waiting
+    def __init__(self, waiting: Mapping[int, Line | None], communicates: bool) -> None:
+        super().__init__("it did not end in time. Give more time with `limit`")
+        self.waiting, self.communicates = waiting, communicates
 
 
 def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[Any]:
@@ -67,7 +69,12 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[
             ready = wait(open_, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 waiting = [place for place in range(len(pipes)) if place not in results]
-                raise TooLateError({place: _waiting_at(outputs[place]) for place in waiting})
+                stacks = {place: _stack_in(outputs[place]) for place in waiting}
+                own = {place: [one for one in stack if is_own_file(one.file)] for place, stack in stacks.items()}
+                raise TooLateError(
+                    {place: next(iter(lines), None) for place, lines in own.items()},
+                    any(stack and stack[0].file.endswith(_COLLECTIVES) for stack in stacks.values()),
+                )
             for pipe in ready:
                 place = pipes.index(pipe)  # type: ignore[arg-type]
                 results[place] = _receive(pipe, outputs[place])  # type: ignore[arg-type]
@@ -99,11 +106,11 @@ def _last_lines(output: Any) -> str:
     return "; its last lines:\n" + "\n".join(lines) if lines else ""
 
 
-def _waiting_at(output: Any) -> Line | None:
-    """Return the user's line in the stack that a process has written before the end."""
+def _stack_in(output: Any) -> list[Line]:
+    """Return the stack that a process has written before the end, the innermost line first."""
     output.seek(0)
-    frames = _FRAME.findall(output.read().decode(errors="replace").rpartition("(most recent call first)")[2])
-    return next((Line(file, int(number)) for file, number in frames if is_own_file(file)), None)
+    text = output.read().decode(errors="replace").rpartition("(most recent call first)")[2]
+    return [Line(file, int(number)) for file, number in _FRAME.findall(text)]
 
 
 def _run(function: Callable[[], Any], pipe: Connection, output: int, deadline: float) -> None:
