@@ -12,8 +12,13 @@ def findings_of(module, data=None):
     return report, [check.where for check in report.findings]
 
 
+def but_slow(modules, *quick):
+    """Return modules as parameters, of which all but some are slow together."""
+    return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in modules]
+
+
 @pytest.mark.parametrize(
-    "bug", [*(pytest.param(bug, marks=pytest.mark.slow) for bug in published.OF_GRADIENTS), *published.OF_VALIDATION]
+    "bug", but_slow([*published.OF_GRADIENTS, *published.OF_VALIDATION], published.ValidationByBatches)
 )
 def test_a_bug_is_found_and_its_line_is_named(bug):
     _, found = findings_of(bug())
@@ -28,7 +33,7 @@ def test_ranks_that_do_not_synchronise_are_found(bug):
     assert report.use == ""
 
 
-@pytest.mark.parametrize("bug", published.OF_SAMPLES)
+@pytest.mark.parametrize("bug", but_slow(published.OF_SAMPLES, published.SameStream))
 def test_data_that_is_the_same_on_all_ranks_is_found(bug):
     data = published.OF_SAMPLES[bug](published.SameStream() if bug is published.SameStream else make_data().dataset)
     report, found = findings_of(Module(), data)
@@ -52,7 +57,7 @@ def test_weights_without_a_gradient_are_refused():
         findings_of(published.Dead())
 
 
-@pytest.mark.parametrize("module", published.WITHOUT_A_BUG)
+@pytest.mark.parametrize("module", but_slow(published.WITHOUT_A_BUG, published.ValidationOverRanks))
 def test_nothing_is_found_without_a_bug(module):
     _, found = findings_of(module())
     assert found == []
