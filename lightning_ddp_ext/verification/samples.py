@@ -1,12 +1,13 @@
 """Batches of a loader, and parts of them that its collate function makes of fewer samples."""
 
 import copy
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from itertools import chain, islice, pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ddp_ext._lightning import sized_len
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.verification.replay import ImpossibleError, describe_error
@@ -31,7 +32,7 @@ class Samples:
         self._scatter = getattr(module, "scatter_batch", None)
         dataset = getattr(loader, "dataset", None)
         self.is_stream = isinstance(dataset, IterableDataset)
-        self.length = len(dataset) if isinstance(dataset, Sized) and not self.is_stream else None
+        self.length = None if self.is_stream else sized_len(dataset)
         self._collate: Any = None
         self._batch: Any = None
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None:

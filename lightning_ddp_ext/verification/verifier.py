@@ -126,8 +126,8 @@ def verify(
     return Report(checks, verifier.use(), time.monotonic() - started)
 
 
-def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples]]:
-    """Return samples of the training loader, and of the validation loaders."""
+def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
+    """Return samples of the training loader, and what `_draw_validation` returns."""
     hooks = data if isinstance(data, LightningDataModule) else module
     try:
         if isinstance(data, LightningDataModule):
@@ -143,12 +143,19 @@ def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples]]:
         raise
     except Exception as error:
         raise ImpossibleError(f"no batch could be made: {describe_error(error)}") from error
-    loaders: Any = []
-    if is_overridden("val_dataloader", hooks) and is_overridden("validation_step", module):
+    return samples, *_draw_validation(module, hooks)
+
+
+def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples], list[Check]]:
+    """Return samples of the validation loaders, or a note on why there are none."""
+    if not (is_overridden("val_dataloader", hooks) and is_overridden("validation_step", module)):
+        return [], []
+    try:
         loaders = hooks.val_dataloader()
-    with suppress(ImpossibleError):  # too few samples to compare
-        return samples, [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])]
-    return samples, []
+        return [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])], []
+    except Exception as error:
+        reason = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
+        return [], [Check("validation", "note", f"not compared: {reason}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +217,11 @@ class _Verifier:
         data: Any,
         samples: Samples,
         validation: list[Samples],
+        notes: list[Check],
         deadline: float,
         progress: Progress,
     ) -> None:
-        self._data, self._validation = data, validation
+        self._data, self._validation, self._notes = data, validation, notes
         self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
         self._limit = math.inf  # seconds of a run
         self._precision = _PRECISIONS[0]
@@ -237,7 +245,7 @@ class _Verifier:
             except ImpossibleError:
                 if precision == _PRECISIONS[-1]:
                     raise
-        checks = [*self._check_step(), *self._check_samples()]
+        checks = [*self._check_step(), *self._check_samples(), *self._notes]
         self._progress("two steps in one process")
         started = time.monotonic()
         try:

@@ -247,6 +247,13 @@ class RepeatedValidation(Validating):
         self.samples = 11
 
 
+class WithoutValidationData(Validating):
+    """The file with the data to validate is not there."""
+
+    def val_dataloader(self):
+        raise FileNotFoundError("no such file")
+
+
 class ValidationByBatches(Validating):
     """torchtitan 4167: the mean of means over tokens."""
 

@@ -52,6 +52,12 @@ def test_samples_that_ddp_validates_twice_are_a_note():
     assert "`ddp` repeats samples of validation loader 0" in str(report.checks)
 
 
+def test_validation_data_that_cannot_be_read_is_a_note():
+    report, found = findings_of(published.WithoutValidationData())
+    assert found == []
+    assert "not compared: FileNotFoundError: no such file" in str(report.checks)
+
+
 def test_weights_without_a_gradient_are_refused():
     with pytest.raises(ImpossibleError, match="the gradient of the first batch is zero"):
         findings_of(published.Dead())
