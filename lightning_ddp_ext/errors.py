@@ -89,6 +89,10 @@ class NetworkInterfaceError(DDPExtError):
     """The network interface is missing on a node, or does not reach the other nodes."""
 
 
+class ImpossibleError(Exception):
+    """Reason why a run or a batch cannot be checked."""
+
+
 class WarnOnce:
     """Warns of a problem the first time only."""
 
@@ -106,3 +110,8 @@ def text_of(error: BaseException) -> str:
     with suppress(Exception):
         return str(error)
     return ""
+
+
+def describe_error(error: Exception) -> str:
+    """Return class and first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")

@@ -21,11 +21,11 @@ from lightning_ddp_ext.batches.splitting import count_samples, join_batches
 from lightning_ddp_ext.batches.weights import WeightBy
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
-from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.errors import BatchSplitError, ImpossibleError, describe_error
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 from lightning_ddp_ext.verification.gradient_fit import GradientFit
-from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, describe_error
+from lightning_ddp_ext.verification.replay import BatchReplay
 
 _SHOWN = 8  # weights in a message
 

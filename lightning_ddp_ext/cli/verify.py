@@ -5,7 +5,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import OmegaConf
@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext._lightning import LightningDataModule, LightningModule
-from lightning_ddp_ext.verification import ImpossibleError, Report, verify
-from lightning_ddp_ext.verification.replay import describe_error
+from lightning_ddp_ext._import_names import choose, lightning_of
+from lightning_ddp_ext.errors import ImpossibleError, describe_error
+
+if TYPE_CHECKING:
+    from lightning_ddp_ext.verification import Report
 
 _STYLES = {"ok": "green", "note": "yellow", "finding": "bold red"}
 _FINDING, _IMPOSSIBLE = 1, 2  # exit codes
@@ -28,6 +30,9 @@ def main(arguments: Sequence[str]) -> int:
     errors = Console(stderr=True)
     try:
         model, data = _make(options)
+        choose(lightning_of(type(model)))  # of the two import names
+        from lightning_ddp_ext.verification import verify
+
         with errors.status("importing") as status:
             report = verify(model, data, limit=options.limit, progress=status.update)
     except ImpossibleError as error:
@@ -69,7 +74,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _make(options: argparse.Namespace) -> tuple[LightningModule, Any]:
+def _make(options: argparse.Namespace) -> tuple[Any, Any]:
     """Make the model and the data of the command line."""
     try:
         given = OmegaConf.to_container(OmegaConf.from_dotlist(options.arguments))
@@ -79,9 +84,9 @@ def _make(options: argparse.Namespace) -> tuple[LightningModule, Any]:
     unknown = [str(key) for key, value in given.items() if key not in ("model", "data") or not isinstance(value, dict)]
     if unknown:
         raise ImpossibleError(f"`{unknown[0]}` is no argument of the model or the data. Write model.<name>=<value>")
-    model = _load(options.model, given.get("model", {}), LightningModule)
+    model = _load(options.model, given.get("model", {}), "LightningModule")
     if options.batch is None:
-        kinds = (LightningDataModule, DataLoader)
+        kinds = ("LightningDataModule", "DataLoader")
         return model, None if options.data is None else _load(options.data, given.get("data", {}), *kinds)
     try:
         batch = torch.load(options.batch, weights_only=True)
@@ -94,8 +99,11 @@ def _make(options: argparse.Namespace) -> tuple[LightningModule, Any]:
     return model, DataLoader(batches, batch_size=None)
 
 
-def _load(path: str, arguments: Mapping[str, Any], *kinds: type) -> Any:
-    """Return the object at `package.module:name`; a class or a function is called."""
+def _load(path: str, arguments: Mapping[str, Any], *kinds: str) -> Any:
+    """Return the object at `package.module:name`, of a class with one of these names; a class or function is called.
+
+    No Lightning has been imported before: the program of the user decides which one that is.
+    """
     module, separator, name = path.partition(":")
     if not separator:
         module, _, name = path.rpartition(".")
@@ -103,17 +111,20 @@ def _load(path: str, arguments: Mapping[str, Any], *kinds: type) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-        if not isinstance(found, kinds):
+        if not _is_one(found, kinds):
             found = found(**arguments)
     except Exception as error:
         raise ImpossibleError(f"`{path}` cannot be made: {describe_error(error)}") from error
-    if isinstance(found, kinds):
+    if _is_one(found, kinds):
         return found
-    expected = " or a ".join(kind.__name__ for kind in kinds)
-    raise ImpossibleError(f"`{path}` is a {type(found).__name__}, not a {expected}")
+    raise ImpossibleError(f"`{path}` is a {type(found).__name__}, not a {' or a '.join(kinds)}")
 
 
-def _print(report: Report) -> None:
+def _is_one(value: Any, kinds: Sequence[str]) -> bool:
+    return any(base.__name__ in kinds for base in type(value).__mro__)
+
+
+def _print(report: "Report") -> None:
     table = Table(title="Several devices and one device", title_justify="left")
     for column in ("check", "verdict", "found"):
         table.add_column(column, overflow="fold")

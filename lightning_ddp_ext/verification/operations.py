@@ -155,8 +155,10 @@ class Recording(OperationMode):  # type: ignore[misc]
         sources = {self._writer[id(one)] for one in read if id(one) in self._writer}
         for one in read:
             sources.update(self._changes.get(_storage(one), ()))
-        is_of_batch = any(id(one) in self._batch for one in read) or any(
-            self.operations[i].is_of_batch for i in sources
+        is_of_batch = (
+            not self._batch  # in objects of an unknown class
+            or any(id(one) in self._batch for one in read)
+            or any(self.operations[i].is_of_batch for i in sources)
         )
         in_place = name.endswith("_") and bool(read)
         is_view = not in_place and {*map(_storage, read)} >= {*map(_storage, results)}

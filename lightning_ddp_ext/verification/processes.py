@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.verification.operations import Line, is_own_file
-from lightning_ddp_ext.verification.replay import ImpossibleError, describe_error
 
 _REPORT = 1.0  # seconds before the end in which processes write where they are
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)

@@ -14,14 +14,11 @@ from lightning_ddp_ext._compat.lightning import takes_batch_idx
 from lightning_ddp_ext._compat.torch import BatchNorm, replaced_collectives
 from lightning_ddp_ext._lightning import DummyLogger, LightningModule, MixedPrecision, Trainer
 from lightning_ddp_ext.batches.containers import walk
+from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
 from lightning_ddp_ext.verification.held_optimizers import flat_gradient, hold_optimizers
 from lightning_ddp_ext.verification.operations import Line, Recording
-
-
-class ImpossibleError(Exception):
-    """Reason why a run or a batch cannot be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +211,3 @@ class NoDropout(TorchFunctionMode):
 
 def _refuse_collective(*_: Any, **__: Any) -> Any:
     raise ImpossibleError("`training_step` communicates between ranks, which the whole batch on one rank cannot do")
-
-
-def describe_error(error: Exception) -> str:
-    """Return class and first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext._lightning import sized_len
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
-from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.verification.replay import ImpossibleError, describe_error
+from lightning_ddp_ext.errors import BatchSplitError, ImpossibleError, describe_error
 
 MOST = 12  # samples of a batch that is checked
 _LEAST = 4

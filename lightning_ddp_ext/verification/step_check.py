@@ -6,10 +6,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.verification.differences import FINER, Culprit, Differences
 from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from lightning_ddp_ext.verification.operations import Line, Recording
-from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, ReplayedStep, find_batch_norms
+from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
 
 _LEAST = 1e-6  # relative difference of gradients that is reported
 

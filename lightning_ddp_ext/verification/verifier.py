@@ -21,10 +21,11 @@ from lightning_ddp_ext._lightning import (
     is_overridden,
 )
 from lightning_ddp_ext.batches.label_counts import TokenCount
+from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.verification.processes import TooLateError, run_forked
-from lightning_ddp_ext.verification.replay import BatchReplay, ImpossibleError, describe_error
+from lightning_ddp_ext.verification.replay import BatchReplay
 from lightning_ddp_ext.verification.runs import (
     STEPS,
     Outcome,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext.cli.verify import main
+from tests.cli.commands import command
 from tests.verification.modules import line_of, masked
 
 MODULES = "tests.verification.modules"
@@ -56,3 +57,33 @@ def test_impossible_options_are_refused(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([f"{MODULES}:Module", *arguments])
     assert "Use 120, the default." in (error := capsys.readouterr().err) or "Leave one out." in error
+
+
+PROGRAM = """
+import pytorch_lightning
+import torch
+from torch.utils.data import DataLoader
+
+
+class Model(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data():
+    return DataLoader(torch.randn(12, 4), batch_size=12)
+"""
+
+
+def test_a_module_of_the_other_import_name_is_verified(tmp_path):
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    done = command(tmp_path, "verify", "mine:Model", "--data", "mine:data")
+    assert done.returncode == 0, done.stderr
+    assert 'Use Trainer(strategy="balanced_ddp").' in done.stdout
