@@ -29,7 +29,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE, PEER = "here", "peer"
-STARTS, ROUNDS, TURN, LEAST = 2, 9, 0.2, 4  # new processes, rounds of each, seconds and least steps of a turn
+STARTS, ROUNDS, TURN, LEAST = 2, 8, 0.2, 4  # new processes, rounds of each, seconds and least steps of a turn
 
 
 @dataclass(frozen=True)
