@@ -66,7 +66,7 @@ class Differences:
         counterparts = _match(operations, self._parts)
         for position, operation in enumerate(operations):
             others = counterparts.get(position)
-            if others is not None and operation.is_of_batch:
+            if others is not None and operation.is_of_batch and "empty" not in operation.name:  # which sets no value
                 self._relate(found, position, operation, others)
         return found
 

@@ -105,7 +105,24 @@ def normalised_gradient(logits, labels):
     return functional.cross_entropy(Normalised.apply(logits), labels)
 
 
-COUPLED = (centred, contrastive, hardest, below_a_quantile, root_of_a_mean, scaled_by_an_extreme, mean_and_sum, mixed)
+def centred_with_noise(logits, labels):
+    noise = logits.new_empty(len(logits), 1).bernoulli_(0.5)
+    logits = logits * noise
+    logits = logits - logits.mean(0)  # here
+    return functional.cross_entropy(logits, labels)
+
+
+COUPLED = (
+    centred,
+    centred_with_noise,
+    contrastive,
+    hardest,
+    below_a_quantile,
+    root_of_a_mean,
+    scaled_by_an_extreme,
+    mean_and_sum,
+    mixed,
+)
 
 # ---------------------------------------------------------------- other weights than samples
 
