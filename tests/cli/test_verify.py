@@ -82,6 +82,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 def test_a_module_of_the_other_import_name_is_verified(tmp_path):
     (tmp_path / "mine.py").write_text(PROGRAM)
     done = command(tmp_path, "verify", "mine:Model", "--data", "mine:data")

@@ -4,6 +4,7 @@ import inspect
 import random
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -294,3 +295,8 @@ def line_of(defect):
     lines, start = inspect.getsourcelines(defect)
     (number,) = [start + place for place, line in enumerate(lines) if line.rstrip().endswith("# here")]
     return f"{Path(inspect.getfile(defect)).name}:{number}"
+
+
+def but_slow(modules, *quick):
+    """Return modules as parameters, of which all but some are slow together."""
+    return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in modules]

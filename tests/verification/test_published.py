@@ -4,17 +4,12 @@ import pytest
 
 from lightning_ddp_ext.verification import ImpossibleError, verify
 from tests.verification import published
-from tests.verification.modules import Module, line_of, make_data
+from tests.verification.modules import Module, but_slow, line_of, make_data
 
 
 def findings_of(module, data=None):
     report = verify(module, make_data() if data is None else data, limit=60)
     return report, [check.where for check in report.findings]
-
-
-def but_slow(modules, *quick):
-    """Return modules as parameters, of which all but some are slow together."""
-    return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in modules]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.verification import ImpossibleError, differences, verify
 from tests.verification import modules
-from tests.verification.modules import Module, line_of, make_data
+from tests.verification.modules import Module, but_slow, line_of, make_data
 
 GRADIENT = "gradient of a batch"
 
@@ -20,7 +20,7 @@ def found(module, data=None, **options):
     return report, {check.name: check for check in report.findings}
 
 
-@pytest.mark.parametrize("defect", modules.COUPLED)
+@pytest.mark.parametrize("defect", but_slow(modules.COUPLED, modules.centred, modules.hardest, modules.mixed))
 def test_the_line_at_which_samples_influence_each_other_is_named(defect):
     report, findings = found(Module(defect))
     assert line_of(defect) in findings[GRADIENT].where
@@ -41,7 +41,7 @@ def test_without_the_comparison_of_operations_no_line_is_named(monkeypatch):
         assert findings[GRADIENT].where == ""
 
 
-@pytest.mark.parametrize("defect", modules.WEIGHTED)
+@pytest.mark.parametrize("defect", but_slow(modules.WEIGHTED, modules.masked))
 def test_the_line_that_has_the_divisor_of_a_mean_is_named(defect):
     report, findings = found(Module(defect))
     assert line_of(defect) in findings[GRADIENT].where
@@ -55,7 +55,7 @@ def test_a_sum_and_its_line_are_named_with_the_strategy_to_use():
     assert report.use == 'strategy=BalancedDDPStrategy(weight_by="sum")'
 
 
-@pytest.mark.parametrize("compute", modules.HEALTHY)
+@pytest.mark.parametrize("compute", but_slow(modules.HEALTHY, modules.noisy))
 def test_nothing_is_found_in_healthy_steps(compute):
     report, findings = found(Module(compute))
     assert findings == {}
@@ -79,7 +79,7 @@ def test_each_backward_pass_of_a_manual_step_is_checked():
     assert line_of(modules.centred) in findings[GRADIENT].where
 
 
-@pytest.mark.parametrize("module", modules.OF_RANKS)
+@pytest.mark.parametrize("module", but_slow(modules.OF_RANKS, modules.OnOneRank, modules.Remembering))
 def test_the_line_at_which_ranks_differ_is_named(module):
     _, findings = found(module(), limit=12)
     assert any(line_of(module) in check.where for check in findings.values()), findings
