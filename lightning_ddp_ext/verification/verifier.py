@@ -246,7 +246,8 @@ class _Verifier:
             except ImpossibleError:
                 if precision == _PRECISIONS[-1]:
                     raise
-        checks = [*self._check_step(), *self._check_samples(), *self._notes]
+        checks = [*self._check_step(), *self._check_samples(), *self._check_validation_samples()]
+        checks += self._notes
         self._progress("two steps in one process")
         started = time.monotonic()
         try:
@@ -342,6 +343,8 @@ class _Verifier:
                 "samples of ranks", "finding", f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples",
                 _where(line), "let each rank have other samples, such as every second one, or use `balanced_ddp`",
             )  # fmt: skip
+
+    def _check_validation_samples(self) -> Iterable[Check]:
         for number, one in enumerate(self._validation):
             if one.length is not None and one.length % 2:
                 text = f"`ddp` repeats samples of validation loader {number} so that all ranks have equally many"
@@ -435,7 +438,7 @@ class _Verifier:
         expected = {} if alone is None else alone.logged
         own, changed = [], []
         for key in {key: None for one in outcomes for key in one.logged}:
-            name, where = f"logged `{key}`", _where(_find(lines, key))
+            name, where = f"logged `{key}`", _where(_line_of(lines, key))
             values = [one.logged[key] for one in outcomes if key in one.logged]
             shown = ", ".join(f"{value:.4g}" for value in values)
             if len({*values}) == 1 and len(values) == len(outcomes):
@@ -460,7 +463,7 @@ class _Verifier:
         ):
             if keys:
                 text = text.format(_list([f"`{key}`" for key in keys]))
-                yield Check("logged values", "note", text, _where(_find(lines, keys[0])), remedy)
+                yield Check("logged values", "note", text, _where(_line_of(lines, keys[0])), remedy)
 
     @property
     def _recommended(self) -> tuple[str, Any]:
@@ -495,7 +498,7 @@ def _flat(batch: Any) -> Iterable[Any]:
     return (one for index in batch for one in _flat(index)) if isinstance(batch, list | tuple) else [batch]
 
 
-def _find(lines: Mapping[str, Any], key: str) -> Any:
+def _line_of(lines: Mapping[str, Any], key: str) -> Any:
     """Return the line that logs a key, which may end with what Lightning appends."""
     return next((line for name, line in lines.items() if key in (name, f"{name}_step", f"{name}_epoch")
                  or key.startswith(f"{name}/dataloader_idx")), None)  # fmt: skip

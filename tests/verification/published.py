@@ -23,6 +23,14 @@ def tokens(labels):
     return wide.masked_fill(wide < labels[:, None], IGNORED)
 
 
+class ByHand(Module):
+    """Steps by manual optimization."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
 class OfTokens(Module):
     """Predicts three tokens of each sample."""
 
@@ -85,12 +93,8 @@ class MeanOverTokens(OfTokens):
         return each.sum() / (labels != IGNORED).sum()  # here
 
 
-class MeanOfMicroBatches(OfTokens):
+class MeanOfMicroBatches(ByHand, OfTokens):
     """LitGPT 1927: the mean over tokens of each half of a batch, and their mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -147,12 +151,8 @@ class PenaltyTimesRanks(Module):
         return functional.cross_entropy(logits, batch[1]) + 0.1 * world_size() * penalty  # here
 
 
-class WithoutSynchronization(Module):
+class WithoutSynchronization(ByHand):
     """nerv 1, HydraGNN 136: gradients that do not pass through the module of DDP."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -165,12 +165,8 @@ class WithoutSynchronization(Module):
         self.optimizers().step()
 
 
-class LateSynchronization(Module):
+class LateSynchronization(ByHand):
     """build-nanogpt 30: the switch for the last micro-batch comes after its forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer, model = self.optimizers(), self.trainer.strategy.model
