@@ -165,6 +165,10 @@ class Classifier(pl.LightningModule):
         """Compute the loss of a batch (inputs, labels)."""
         return functional.cross_entropy(self.network(batch[0]), batch[1])
 
+    def cpu(self) -> "Classifier":
+        """Stay on the device at the end of a turn: a copy to the host would take longer than the turn."""
+        return self
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return plain SGD, so that the step is forward and backward."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -286,13 +290,13 @@ class DeviceWork:
     launches: float
 
 
-def profile(run: Callable[[Profiler], Any], steps: int) -> DeviceWork:
-    """Return the device's work in a step of a profiled run."""
+def profile(run: Callable[[Profiler], Burst], steps: int) -> tuple[float, DeviceWork]:
+    """Return the seconds and the device's work of a step of a profiled run."""
     profiler = Profiler(activities=[ProfilerActivity.CUDA])
-    run(profiler)
+    mean = run(profiler).mean
     times = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
     busy = length_of_union((one.start, one.end) for one in times)
-    return DeviceWork(busy / steps / 1e6, len(times) / steps)
+    return mean, DeviceWork(busy / steps / 1e6, len(times) / steps)
 
 
 def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -305,10 +309,16 @@ def length_of_union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def measure(case: Case, device: torch.device, options: argparse.Namespace) -> tuple[Measurement, dict[str, DeviceWork]]:
-    """Run all contenders in rounds, after one warm-up of each that also finds the number of steps."""
+    """Run all contenders in rounds, after a profiled run of each that also finds the number of steps."""
     strategies, data = make_strategies(device), Endless(case, device)
+    seconds, work = {}, {}
+    for name, strategy in strategies.items():
+        run = partial(fit, name, case, data, strategy, device, _PROFILED)
+        if device.type == "cuda":
+            seconds[name], work[name] = profile(run, _PROFILED)
+        else:
+            seconds[name] = run().mean
     until = time.perf_counter() + options.seconds
-    seconds = {name: fit(name, case, data, strategy, device, 3).mean for name, strategy in strategies.items()}
     turns = {
         name: partial(fit, name, case, data, strategy, device, max(5, round(options.burst / seconds[name])))
         for name, strategy in strategies.items()
@@ -323,11 +333,6 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace) -> tu
         number = len(measurement.rounds)
         names = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
         measurement.rounds.append({name: turns[name]() for name in names})
-    work = {}
-    if device.type == "cuda":
-        for name, strategy in strategies.items():
-            run = partial(fit, name, case, data, strategy, device, _PROFILED)
-            work[name] = profile(run, _PROFILED)
     return measurement, work
 
 

@@ -63,6 +63,17 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def copy_mixed_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of several types in place; torch would launch a kernel for each of them if they were in one list."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        own, theirs = groups.setdefault(target.dtype, ([], []))
+        own.append(target)
+        theirs.append(source)
+    for own, theirs in groups.values():
+        torch._foreach_copy_(own, theirs)
+
+
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Return True if a parameter has hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

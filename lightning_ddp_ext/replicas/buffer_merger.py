@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, copy_all_, equal_or_nan
+from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, copy_mixed_, equal_or_nan
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.replica import Replicas, is_expanded
 
@@ -203,9 +203,8 @@ class BatchNormObserver:
             if (copied := layer.copies[index]._buffers.get(name)) is not None
             if own is not None and own.shape == copied.shape
         ]
-        if pairs:
-            with torch.no_grad():
-                copy_all_(*(list(kind) for kind in zip(*pairs, strict=True)))
+        with torch.no_grad():
+            copy_mixed_([own for own, _ in pairs], [copied for _, copied in pairs])
         return {id(own) for own, _ in pairs}
 
 

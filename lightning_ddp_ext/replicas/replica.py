@@ -19,6 +19,7 @@ from lightning_ddp_ext._compat.torch import (
     add_all_,
     are_identical,
     copy_all_,
+    copy_mixed_,
     has_gradient_hooks,
     versions_of,
 )
@@ -144,8 +145,7 @@ class Replica:
             else:
                 targets.append(target)
                 sources.append(value)
-        if targets:
-            copy_all_(targets, sources)
+        copy_mixed_(targets, sources)
 
 
 def is_expanded(tensor: Tensor) -> bool:
