@@ -52,6 +52,11 @@ class ChunkRule:
                 f" Give one proportion per {noun}."
             )
 
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """Most samples of the first chunks; the others have no limit."""
+        return () if self.first is None else (self.first,)
+
     def divide(self, batch_size: int, number: int) -> list[int]:
         """Divide a batch as the options say; evenly if they leave that to a controller."""
         if self._proportions is not None:
@@ -163,16 +168,36 @@ def _padded_ends(sizes: Sequence[int], ascending: Sequence[float], limit: float,
     return ends[1:] if ends[-1] == len(ascending) else None
 
 
-def merge_single_samples(chunks: Sequence[int]) -> list[int]:
-    """Merge each chunk of one sample into the next chunk that has samples, or else into the previous one."""
-    merged = list(chunks)
-    for index, size in enumerate(merged):
-        others = [*range(index + 1, len(merged)), *range(index - 1, -1, -1)]
-        neighbour = next((other for other in others if merged[other]), None)
-        if size == 1 and neighbour is not None:
-            merged[neighbour] += 1
-            merged[index] = 0
-    return merged
+def avoid_single_samples(chunks: Sequence[int], limits: Sequence[int | None] = ()) -> list[int]:
+    """Return sizes near the given ones without a chunk of one sample, if that is possible within the limits of chunks.
+
+    A single sample gets a second one from the largest chunk, if more than one stays there. Otherwise it goes to the
+    smallest chunk with room, and if there is none, its chunk takes all samples of another.
+    """
+    sizes = list(chunks)
+    most = [*limits, *[None] * (len(sizes) - len(limits))]
+
+    def has_room(index: int, number: int = 1) -> bool:
+        limit = most[index]
+        return limit is None or sizes[index] + number <= limit
+
+    for index in range(len(sizes)):
+        others = [other for other, size in enumerate(sizes) if size and other != index]
+        if sizes[index] != 1 or not others:
+            continue
+        largest = max(others, key=sizes.__getitem__)
+        takers = [other for other in others if has_room(other)]
+        if sizes[largest] > 2 and has_room(index):
+            source, target, number = largest, index, 1
+        elif takers:
+            source, target, number = index, min(takers, key=sizes.__getitem__), 1
+        elif has_room(index, sizes[largest]):
+            source, target, number = largest, index, sizes[largest]
+        else:
+            continue
+        sizes[source] -= number
+        sizes[target] += number
+    return sizes
 
 
 def limited_chunks(sizes: Sequence[int], limits: Sequence[int | None]) -> list[int]:

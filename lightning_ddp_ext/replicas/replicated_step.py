@@ -13,7 +13,7 @@ from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
 from lightning_ddp_ext._compat.torch import STRUCTURE, TensorVersions, recompile_limit, recompile_limit_of
 from lightning_ddp_ext._devices import Timer, current_device
 from lightning_ddp_ext._lightning import LightningModule, PassThroughProfiler, is_overridden
-from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
+from lightning_ddp_ext.batches.chunk_sizes import avoid_single_samples
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
@@ -126,12 +126,14 @@ class ReplicatedModule:
         module: LightningModule,
         devices: Sequence[torch.device],
         split_sizes: Callable[[int], list[int]],
+        limits: Callable[[], Sequence[int | None]],
         weight_rule: WeightRule,
         batch_dim: int,
     ) -> None:
         self._module = module
         self._devices = list(devices)
         self._split_sizes = split_sizes
+        self._limits = limits  # most samples of chunks
         self._weight_rule = weight_rule
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
@@ -300,7 +302,7 @@ class ReplicatedModule:
         def split(number_of_samples: int) -> list[int]:
             sizes[:] = self._split_sizes(number_of_samples)
             if 1 in sizes and self._mergers.batch_norm.refuses_single_samples():
-                sizes[:] = merge_single_samples(sizes)
+                sizes[:] = avoid_single_samples(sizes, self._limits())
             return list(sizes)
 
         hook = getattr(self._module, "scatter_batch", None)

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.batches.balance_controller import divide_by_shares
-from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, merge_single_samples
+from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, avoid_single_samples
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.shares.costs import Deal, SampleCost
 
@@ -44,7 +44,9 @@ class Division:
 
     def merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes without a single sample on a rank, if that is avoided."""
-        return tuple(merge_single_samples(sizes) if self.avoids_single_samples and sum(sizes) > 1 else sizes)
+        if not self.avoids_single_samples:
+            return tuple(sizes)
+        return tuple(avoid_single_samples(sizes, self.rule.limits if self.shares is None else self.limits))
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,7 +102,7 @@ class ShareTable:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
         if not isinstance(batch_size, int):
             return
-        sizes = self.rule.divide(batch_size, self._ranks)
+        sizes = list(self.division(self.begun, is_training=True).merged(self.rule.divide(batch_size, self._ranks)))
         for rank, (size, proportion) in enumerate(zip(sizes, self.rule.divide(_MANY, self._ranks), strict=True)):
             if proportion and not size:
                 raise BatchSplitError(

@@ -84,6 +84,10 @@ class BatchDivision:
             return self._controller.split_sizes(batch_size)
         return self._rule.divide(batch_size, num_replicas)
 
+    def limits(self) -> Sequence[int | None]:
+        """Return the most samples of each replica; None for no limit."""
+        return self._rule.limits if self._controller is None else self._controller.limits
+
     def observe(self, record: BatchRecord, devices: Sequence[torch.device]) -> None:
         """Adapt the shares to the times of batches that the devices have finished, and to their memory; do not wait."""
         if self._controller is None:
@@ -390,7 +394,12 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         if self._replicated is None:
             assert self.lightning_module is not None
             self._replicated = ReplicatedModule(
-                self.lightning_module, self.devices, self.split_sizes, self._weight_rule, self.batch_dim
+                self.lightning_module,
+                self.devices,
+                self.split_sizes,
+                self._division.limits,
+                self._weight_rule,
+                self.batch_dim,
             )
         self._last = BatchRecord()  # frees the losses of a step without a backward pass
         outputs, self._last = self._replicated.run(step, batch, args, self._dataloader_idx)

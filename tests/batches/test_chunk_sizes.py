@@ -6,11 +6,11 @@ import random
 import pytest
 
 from lightning_ddp_ext.batches.chunk_sizes import (
+    avoid_single_samples,
     deal_by_cost,
     deal_by_padded_length,
     even_chunks,
     first_limited_chunks,
-    merge_single_samples,
     proportional_chunks,
 )
 
@@ -59,12 +59,25 @@ def test_proportional_chunks_round_by_largest_remainder():
                 assert abs(chunk - total * proportion / sum(proportions)) < 1
 
 
-def test_single_samples_are_merged_into_a_neighbour():
-    for chunks, expected in (
-        ([1, 4, 3], [0, 5, 3]), ([4, 1], [5, 0]), ([1, 1], [0, 2]), ([1, 1, 1], [0, 3, 0]), ([1, 0, 4], [0, 0, 5]),
-        ([2, 2], [2, 2]), ([1, 0], [1, 0]), ([0, 1, 0, 6, 1], [0, 0, 0, 8, 0]),
+def test_single_samples_are_avoided_within_limits():
+    for chunks, limits, expected in (
+        ([1, 4, 3], [], [2, 3, 3]), ([4, 1], [], [3, 2]), ([1, 1], [], [0, 2]), ([1, 1, 1], [], [0, 3, 0]),
+        ([1, 0, 4], [], [2, 0, 3]), ([2, 2], [], [2, 2]), ([1, 0], [], [1, 0]), ([2, 1], [], [3, 0]),
+        ([1, 31], [1], [0, 32]), ([2, 1], [2], [0, 3]), ([8, 1], [8, None], [7, 2]), ([1, 1], [1, 1], [1, 1]),
     ):  # fmt: skip
-        assert merge_single_samples(chunks) == expected
+        assert avoid_single_samples(chunks, limits) == expected
+
+
+def test_single_samples_are_avoided_wherever_they_can_be():
+    numbers = random.Random(3)
+    for _ in range(2000):
+        chunks = [numbers.choice([0, 1, 1, 2, 3, 9]) for _ in range(numbers.randint(1, 5))]
+        limits = [numbers.choice([None, None, size, size + 1]) for size in chunks]
+        found = avoid_single_samples(chunks, limits)
+        assert sum(found) == sum(chunks)
+        assert all(limit is None or size <= limit for size, limit in zip(found, limits, strict=True))
+        if sum(chunks) > 1 and None in limits and not any(limits[n] is not None for n, one in enumerate(chunks) if one):
+            assert 1 not in found
 
 
 @pytest.mark.parametrize("deal", [deal_by_cost, deal_by_padded_length])
