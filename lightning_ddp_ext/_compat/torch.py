@@ -71,7 +71,7 @@ def copy_mixed_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         own.append(target)
         theirs.append(source)
     for own, theirs in groups.values():
-        torch._foreach_copy_(own, theirs)
+        copy_all_(own, theirs)
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -18,7 +18,6 @@ from lightning_ddp_ext._compat.torch import (
     TensorVersions,
     add_all_,
     are_identical,
-    copy_all_,
     copy_mixed_,
     has_gradient_hooks,
     versions_of,
@@ -125,7 +124,7 @@ class Replica:
                 for parameter, leaf in self.parameters:
                     leaf.data = torch.empty_like(parameter, device=self.device)
                 self._flatten_recurrent()
-            copy_all_(self.leaves, values)
+            copy_mixed_(self.leaves, values)
         elif not all(map(Tensor.is_set_to, self.leaves, values)):
             # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
             for leaf, value in zip(self.leaves, values, strict=True):

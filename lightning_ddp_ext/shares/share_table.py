@@ -40,10 +40,10 @@ class Division:
         if costs is None or self.deal is None:
             return DividedBatch(range(batch_size), nominal, nominal)
         chunks = self.deal(nominal, costs, self.rule.first)
-        return DividedBatch([*chain(*chunks)], self.merged([*map(len, chunks)]), nominal)
+        return DividedBatch([*chain(*chunks)], self.without_single_samples([*map(len, chunks)]), nominal)
 
-    def merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the sizes without a single sample on a rank, if that is avoided."""
+    def without_single_samples(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return sizes without a single sample on a rank, if that is avoided, and possible within the limits."""
         if not self.avoids_single_samples:
             return tuple(sizes)
         return tuple(avoid_single_samples(sizes, self.rule.limits if self.shares is None else self.limits))
@@ -53,8 +53,8 @@ class Division:
 def _nominal_sizes(division: Division, batch_size: int) -> tuple[int, ...]:
     """Return the sizes of the shares if all samples cost the same."""
     if division.shares is None:
-        return division.merged(division.rule.divide(batch_size, division.ranks))
-    return division.merged(divide_by_shares(batch_size, division.shares, division.limits))
+        return division.without_single_samples(division.rule.divide(batch_size, division.ranks))
+    return division.without_single_samples(divide_by_shares(batch_size, division.shares, division.limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,15 @@ class ShareTable:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
         if not isinstance(batch_size, int):
             return
-        sizes = list(self.division(self.begun, is_training=True).merged(self.rule.divide(batch_size, self._ranks)))
+        sizes = list(self.division(self.begun, is_training=True).divide(batch_size, None).sizes)
         for rank, (size, proportion) in enumerate(zip(sizes, self.rule.divide(_MANY, self._ranks), strict=True)):
             if proportion and not size:
+                why, remedy = "", ""
+                if self.avoids_single_samples:
+                    why, remedy = ", because batch normalisation needs two on a rank", "`sync_batchnorm=True`, "
                 raise BatchSplitError(
-                    f"rank {rank} never gets a sample: batches of {batch_size} are shared as {sizes}.",
-                    "Use larger batches or fewer devices, or give the rank no share.",
+                    f"rank {rank} never gets a sample: batches of {batch_size} are shared as {sizes}{why}.",
+                    f"Use {remedy}larger batches or fewer devices, or give the rank no share.",
                 )
 
     def begin_epoch(self, skip: int) -> int:

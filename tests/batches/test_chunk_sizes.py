@@ -76,7 +76,7 @@ def test_single_samples_are_avoided_wherever_they_can_be():
         found = avoid_single_samples(chunks, limits)
         assert sum(found) == sum(chunks)
         assert all(limit is None or size <= limit for size, limit in zip(found, limits, strict=True))
-        if sum(chunks) > 1 and None in limits and not any(limits[n] is not None for n, one in enumerate(chunks) if one):
+        if sum(chunks) > 1 and all(limit is None for size, limit in zip(chunks, limits, strict=True) if size):
             assert 1 not in found
 
 
