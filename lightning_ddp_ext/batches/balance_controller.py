@@ -40,13 +40,15 @@ class Decision:
         return f"{change} samples, because {self.reason}"
 
 
-def divide_by_shares(batch_size: int, shares: Sequence[float], limits: Sequence[int | None]) -> list[int]:
-    """Divide a batch by shares, with at least one sample in each chunk if there are enough, within limits of chunks."""
-    if batch_size < len(shares):
+def divide_by_shares(
+    batch_size: int, shares: Sequence[float], limits: Sequence[int | None], least: int = 1
+) -> list[int]:
+    """Divide a batch by shares, with at least `least` samples in each chunk if there are enough, within limits."""
+    if batch_size < least * len(shares):
         return proportional_chunks(batch_size, shares)
-    above_one = [max(batch_size * share - 1, 0.0) for share in shares]
-    rest = proportional_chunks(batch_size - len(shares), above_one if any(above_one) else [1.0] * len(shares))
-    return limited_chunks([1 + chunk for chunk in rest], limits)
+    above = [max(batch_size * share - least, 0.0) for share in shares]
+    rest = proportional_chunks(batch_size - least * len(shares), above if any(above) else [1.0] * len(shares))
+    return limited_chunks([least + chunk for chunk in rest], limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,14 @@ class BalanceController:
     The imbalance is the time of the slowest replica relative to the mean, less 1, in the lower quartiles of a window of
     batches. A replica is taken to need a fixed time and a time per sample; a move shows how long the fixed time is.
     Windows grow while nothing moves, and a move that gains little is undone, for longer each time.
-    Every replica keeps at least one sample, since its speed could not be measured otherwise.
+    Every replica keeps at least `least` samples, since its speed could not be measured without any.
     """
 
     def __init__(self, num_replicas: int, noun: str = "replica") -> None:
         self._noun = noun  # in reasons
         self.shares = [1.0 / num_replicas] * num_replicas
         self.limits: list[int | None] = [None] * num_replicas  # most samples that each replica has memory for
+        self.least = 1  # samples of a replica; batch normalisation needs 2
         self._sizes: list[int] = []  # of the batches in the window
         self._window: deque[list[float]] | None = None  # None before the first batch of these sizes
         self._length = WINDOW
@@ -129,7 +132,7 @@ class BalanceController:
 
     def split_sizes(self, batch_size: int) -> list[int]:
         """Divide a batch by the current shares, within the limits as far as other replicas have room."""
-        return divide_by_shares(batch_size, self.shares, self.limits)
+        return divide_by_shares(batch_size, self.shares, self.limits, self.least)
 
     def observe(self, sizes: Sequence[int], seconds: Sequence[float]) -> Decision | None:
         """Add the chunk sizes and times of a training batch; return a decision if one was made."""
@@ -201,7 +204,7 @@ class BalanceController:
             )
         per_sample = [(time - fixed) / size for time, fixed, size in zip(times, self._fixed, self._sizes, strict=True)]
         shares = _level(sum(self._sizes), self._fixed, per_sample)
-        sizes = divide_by_shares(sum(self._sizes), shares, self.limits)
+        sizes = divide_by_shares(sum(self._sizes), shares, self.limits, self.least)
         expected = max(fixed + size * one for fixed, size, one in zip(self._fixed, sizes, per_sample, strict=True))
         least = min(max(LEAST, CERTAINTY * _error(window)), MOST)
         if self._batches < self._retry_at or slowest - expected < least * slowest:

@@ -79,6 +79,10 @@ class WeightRule:
         )
 
 
+WindowSum = tuple[float, float | None, float | None]
+"""Weight, scale and divisor of the gradient of a window, see `GradientReducer.synchronize`."""
+
+
 class AccumulationWindow:
     """The micro-batches whose gradients are added up before ranks synchronise them; then the next window begins.
 
@@ -170,7 +174,7 @@ class BatchWeights:
             factor = float(ranks) if self.is_sum else 1.0
         return loss if factor in (0.0, 1.0) else loss * factor
 
-    def of_window(self, accumulates: int) -> tuple[float, float | None, float | None]:
+    def of_window(self, accumulates: int) -> WindowSum:
         """Return weight, scale and divisor of the window's gradient, whose losses Lightning divides by `accumulates`.
 
         Under manual optimization the user has averaged the accumulated losses.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import version_of
-from lightning_ddp_ext.batches.weights import AccumulationWindow
+from lightning_ddp_ext.batches.weights import AccumulationWindow, WindowSum
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import LoopBatch
 from lightning_ddp_ext.reducer.control import Control, ControlField
@@ -130,7 +130,7 @@ class LoopWindow(AccumulationWindow):
             return float(last.ranks) if weight else 0.0
         return weight * last.length / last.total if last.total else 0.0
 
-    def of_pass(self) -> tuple[float, float | None, float | None]:
+    def of_pass(self) -> WindowSum:
         """Return weight, scale and divisor of the gradient that the present backward pass completes."""
         if self._is_again:
             return self.last.total, None, None

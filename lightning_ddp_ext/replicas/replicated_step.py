@@ -13,7 +13,6 @@ from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
 from lightning_ddp_ext._compat.torch import STRUCTURE, TensorVersions, recompile_limit, recompile_limit_of
 from lightning_ddp_ext._devices import Timer, current_device
 from lightning_ddp_ext._lightning import LightningModule, PassThroughProfiler, is_overridden
-from lightning_ddp_ext.batches.chunk_sizes import avoid_single_samples
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import gather, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
@@ -125,15 +124,14 @@ class ReplicatedModule:
         self,
         module: LightningModule,
         devices: Sequence[torch.device],
-        split_sizes: Callable[[int], list[int]],
-        limits: Callable[[], Sequence[int | None]],
+        split_sizes: Callable[[int, int, bool], list[int]],
         weight_rule: WeightRule,
         batch_dim: int,
     ) -> None:
         self._module = module
         self._devices = list(devices)
+        # Of the number of samples, the number of replicas, and whether chunks of one sample are to be avoided.
         self._split_sizes = split_sizes
-        self._limits = limits  # most samples of chunks
         self._weight_rule = weight_rule
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
@@ -300,9 +298,8 @@ class ReplicatedModule:
         sizes: list[int] = []
 
         def split(number_of_samples: int) -> list[int]:
-            sizes[:] = self._split_sizes(number_of_samples)
-            if 1 in sizes and self._mergers.batch_norm.refuses_single_samples():
-                sizes[:] = avoid_single_samples(sizes, self._limits())
+            avoids_single_samples = self._mergers.batch_norm.refuses_single_samples()
+            sizes[:] = self._split_sizes(number_of_samples, len(self._devices), avoids_single_samples)
             return list(sizes)
 
         hook = getattr(self._module, "scatter_batch", None)

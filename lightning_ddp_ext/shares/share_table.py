@@ -54,7 +54,8 @@ def _nominal_sizes(division: Division, batch_size: int) -> tuple[int, ...]:
     """Return the sizes of the shares if all samples cost the same."""
     if division.shares is None:
         return division.without_single_samples(division.rule.divide(batch_size, division.ranks))
-    return division.without_single_samples(divide_by_shares(batch_size, division.shares, division.limits))
+    least = 1 + division.avoids_single_samples
+    return division.without_single_samples(divide_by_shares(batch_size, division.shares, division.limits, least))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._lightning import STEP_OUTPUT, LightningModule, Trainer, move_data_to_device
 from lightning_ddp_ext.batches.sample_counts import BatchSamples
-from lightning_ddp_ext.batches.weights import AccumulationWindow, BatchWeights, CommunicationWatch
+from lightning_ddp_ext.batches.weights import AccumulationWindow, BatchWeights, CommunicationWatch, WindowSum
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
@@ -29,8 +29,6 @@ from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
 from lightning_ddp_ext.steps.step_mirror import StepBroadcast, StepMirror
 
 _PASSES = 2**20  # more than a batch has synchronised backward passes; positions of 2 ** 33 batches fit into float64
-WindowSum = tuple[float, float | None, float | None]
-"""Weight, scale and divisor of the gradient of a window, see `GradientReducer.synchronize`."""
 
 
 class GradientDriver:
@@ -99,7 +97,7 @@ class GradientDriver:
         self.reducer.close()
 
 
-def describe_position(position: int) -> str:
+def describe_pass(position: int) -> str:
     """Put a position of `StepDriver` into words."""
     return "batch {}, backward pass {}".format(*divmod(position, _PASSES))
 

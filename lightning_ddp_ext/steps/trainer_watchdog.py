@@ -52,7 +52,7 @@ class TrainerWatchdog:
             dist.get_rank(),
             dist.get_world_size(),
             None if self.limit is None else self.limit.total_seconds(),
-            lambda: describe_position(trainer),
+            lambda: _describe_progress(trainer),
             lambda: _finalize(trainer),
             None if device.type == "cpu" else partial(torch.accelerator.synchronize, device),
         )
@@ -90,7 +90,7 @@ class TrainerWatchdog:
             raise
 
 
-def describe_position(trainer: Trainer) -> Mapping[str, Any]:
+def _describe_progress(trainer: Trainer) -> Mapping[str, Any]:
     """Return the step and the phase of a run, in words; it may be called from any thread."""
     stage = trainer.state.stage
     phase = _PHASES.get(stage, "set-up") if stage is not None else "set-up"

@@ -27,7 +27,7 @@ from lightning_ddp_ext._lightning import (
 from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_integer, refuse_unknown
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
-from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
+from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule, avoid_single_samples
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.environments import check_has_rank
 from lightning_ddp_ext.clusters.process_group_options import check_objects
@@ -78,15 +78,13 @@ class BatchDivision:
     def __str__(self) -> str:
         return str(self._rule) if self._controller is None else "by their speed"
 
-    def split_sizes(self, batch_size: int, num_replicas: int) -> list[int]:
+    def split_sizes(self, batch_size: int, num_replicas: int, avoids_single_samples: bool = False) -> list[int]:
         """Return how many samples of a batch each replica gets."""
+        sizes, limits = self._rule.divide(batch_size, num_replicas), self._rule.limits
         if self._controller is not None:
-            return self._controller.split_sizes(batch_size)
-        return self._rule.divide(batch_size, num_replicas)
-
-    def limits(self) -> Sequence[int | None]:
-        """Return the most samples of each replica; None for no limit."""
-        return self._rule.limits if self._controller is None else self._controller.limits
+            self._controller.least = 1 + avoids_single_samples
+            sizes, limits = self._controller.split_sizes(batch_size), tuple(self._controller.limits)
+        return avoid_single_samples(sizes, limits) if avoids_single_samples else sizes
 
     def observe(self, record: BatchRecord, devices: Sequence[torch.device]) -> None:
         """Adapt the shares to the times of batches that the devices have finished, and to their memory; do not wait."""
@@ -396,8 +394,7 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
             self._replicated = ReplicatedModule(
                 self.lightning_module,
                 self.devices,
-                self.split_sizes,
-                self._division.limits,
+                self._division.split_sizes,
                 self._weight_rule,
                 self.batch_dim,
             )

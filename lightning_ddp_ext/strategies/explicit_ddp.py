@@ -58,7 +58,7 @@ from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, Resumabl
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.steps.balancer import ShareBalancer
-from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_position
+from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_pass
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.optimizer_guard import OptimizerGuard
 from lightning_ddp_ext.steps.trainer_watchdog import TrainerWatchdog
@@ -373,7 +373,7 @@ class ExplicitDDPStrategy(
                 synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
                 " before a step out of `toggle_model(sync_grad=False)`.",
                 create_in="in `__init__`, `configure_model` or `setup` of the module",
-                describe_position=describe_position,
+                describe_position=describe_pass,
             )
             self._cleanup.callback(guard.close)
             reducer.buffers.settles_itself = False
@@ -409,7 +409,7 @@ class ExplicitDDPStrategy(
         driver.begin_step(loop.total_batch_idx, loop.batch_idx, trainer.accumulate_grad_batches)
         if driver.is_shadow:
             return driver.follow()
-        with driver.running(_batch(args, kwargs)):
+        with driver.running(next(iter((*args, *kwargs.values())))):  # the batch
             output = super().training_step(*args, **kwargs)
         return driver.finish(output)
 
@@ -567,8 +567,3 @@ def check_predictions_on(value: PredictionsOn) -> PredictionsOn:
     """Return the value of `predictions_on` if it is one of its choices."""
     check_choice("predictions_on", value, get_args(PredictionsOn), 'Use "rank_zero" to save memory.')
     return value
-
-
-def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a step."""
-    return next(iter((*args, *kwargs.values())))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.shares.share_table import ShareTable
@@ -14,6 +15,20 @@ def test_two_samples_for_batch_normalisation_respect_the_limits_and_keep_a_slow_
     assert table.division(0, False).divide(9, None).sizes == (8, 1)  # evaluation takes single samples
     table.change(1, [0.99, 0.01], [None, None])
     assert table.division(1, True).divide(16, None).sizes == (14, 2)
+
+
+def test_a_controller_that_knows_the_two_samples_settles_on_a_slow_rank():
+    decisions = {}
+    for least in (1, 2):
+        controller, table = BalanceController(2), ShareTable(ChunkRule(None, None, "auto"), 2, True)
+        controller.least = least
+        for number in range(60):
+            table.change(number, controller.shares, controller.limits)
+            sizes = table.division(number, True).divide(16, None).sizes
+            decision = controller.observe(sizes, [0.001 * sizes[0], 0.1 * sizes[1]])
+            decisions.setdefault(least, []).extend(["moves"] if decision and decision.before != decision.after else [])
+    assert len(decisions[2]) == 1  # to 14, 2
+    assert len(decisions[1]) > 3
 
 
 def test_a_batch_size_is_refused_that_leaves_a_rank_without_two_samples():
