@@ -134,6 +134,18 @@ def _register_strategies(lightning: str, module: ModuleType) -> None:
         if not (is_fabric and name == "balanced_dp"):  # it is for the Trainer only
             make = functools.partial(_make, lightning, f"{PACKAGE}.fabric" if is_fabric else PACKAGE, class_name)
             registry.register(name, make, description=class_name, override=True)
+    if not is_fabric:  # whose own `"dp"` is torch's `DataParallel`
+        of_programs = "strategy of Lightning 1.x: `balanced_dp` with equal chunks"
+        registry.register("dp", functools.partial(_make_dp, lightning), description=of_programs, override=True)
+
+
+def _make_dp(lightning: str, **options: Any) -> Any:
+    """Return the strategy for programs of Lightning 1.x that ask for `"dp"`, and say which one it is."""
+    strategy = _make(lightning, PACKAGE, STRATEGIES["balanced_dp"], **{"balance": "even", **options})
+    importlib.import_module(f"{PACKAGE}._lightning").rank_zero_info(
+        '`strategy="dp"` is `"balanced_dp"` with equal chunks. Write `"balanced_dp"` to divide batches by speed.'
+    )
+    return strategy
 
 
 def _make(lightning: str, package: str, class_name: str, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Arguments, refusals and steps of `balanced_dp`: chunks, errors of replicas, steps that return None."""
 
 import importlib
+import logging
 import warnings
 from functools import partial
 
@@ -59,6 +60,17 @@ def test_the_registered_name_makes_one_process_with_a_replica_per_device():
     assert trainer.strategy.split_sizes(8) == [3, 3, 2]
     with pytest.raises(RuntimeError, match=r"`balanced_dp` has no devices yet\. Pass it to a Trainer first"):
         BalancedDataParallelStrategy().split_sizes(8)
+
+
+def test_programs_of_lightning_1_get_equal_chunks_for_dp_and_a_line_that_says_so(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [caplog.handler])
+    for name, balance in (("balanced_dp", None), ("dp", "even")):
+        caplog.clear()
+        strategy = quiet_trainer(name, 3).strategy
+        assert isinstance(strategy, BalancedDataParallelStrategy)
+        assert strategy._division._rule.given["balance"] == balance
+        assert any('is `"balanced_dp"` with equal chunks' in message for message in caplog.messages) is (name == "dp")
 
 
 def test_arguments_that_do_not_fit_the_trainer_are_refused(monkeypatch):
