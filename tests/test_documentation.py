@@ -10,11 +10,13 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import lightning_ddp_ext
+from lightning_ddp_ext.batches.weights import WeightBy
 from tests.strategies.toolkit import run_on_ranks, selected, values_of
 from tests.support.ports import free_port
 from tests.support.programs import UNLAUNCHED, run_program
@@ -64,10 +66,25 @@ def test_every_supported_version_of_torch_has_a_row_that_has_passed():
 def test_the_conda_recipe_has_the_version_and_the_bounds_of_the_package():
     recipe, project = ((ROOT / name).read_text() for name in ("conda/recipe.yaml", "pyproject.toml"))
     assert f'version: "{lightning_ddp_ext.__version__}"' in recipe
+    assert f"\nversion: {lightning_ddp_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     required = re.findall(r"^    - ([\w-]+) (>=\S+)$", recipe, re.MULTILINE)
     missing = [(name, bounds) for name, bounds in required if f'"{name.removeprefix("py")}{bounds}"' not in project]
     assert set(missing) == {("python", ">=3.10")}
     assert 'requires-python = ">=3.10"' in project
+
+
+def test_the_file_for_coding_assistants_has_names_that_exist():
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    errors = re.findall(r"^- (\w+Error):", text, re.MULTILINE)
+    classes = re.findall(r"`([A-Z]\w+Strategy)`", text)
+    assert len(errors) >= 5
+    assert len(classes) >= 4
+    assert {*errors, *classes, "TokenCount", "ClassWeights"} <= {*lightning_ddp_ext.__all__}
+    weights = re.findall(r': `"(\w+)"`', text.partition("## Which weight_by")[2].partition("## Which error")[0])
+    assert sorted(weights) == sorted(get_args(get_args(WeightBy)[0]))
+    pages = re.findall(r"(\w+\.md)", text.partition("## Pages")[2])
+    assert len(pages) > 5
+    assert all((ROOT / "docs" / page).is_file() for page in pages)
 
 
 def test_programs_of_pages_import_names_of_the_package_that_exist():
