@@ -76,9 +76,14 @@ def test_every_option_of_every_group_composes(composed):
         assert composed(f"{path.parent.name}={path.stem}")
         found.setdefault(path.parent.name, []).append(path.stem)
     assert sorted(found) == [
-        "callbacks", "cluster", "data", "experiment", "logger", "model", "network", "process_group", "strategy",
-        "trainer",
+        "callbacks", "cluster", "data", "debug", "experiment", "logger", "model", "network", "process_group",
+        "strategy", "trainer",
     ]  # fmt: skip
+    template = OmegaConf.load(CONF / "train.yaml").hydra.help.template
+    shown = dict(
+        line.split(maxsplit=1) for line in template.partition("group=option:")[2].split("\n\n")[1].splitlines()
+    )
+    assert {group: sorted(options.split(", ")) for group, options in shown.items()} == found
     assert found["strategy"] == ["balanced_ddp", "balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
     for model, data in (
         ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),

@@ -61,11 +61,11 @@ def main() -> None:
     failed: list[LaunchError] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_ddp_ext.conf", config_name="train")
-    def application(config: DictConfig) -> None:
+    def application(config: DictConfig) -> float | None:
         os.environ[_FULL_ERROR] = wants_traceback or "0"
         _quieten()  # here, because submitit calls only this function in its processes
         try:
-            _train(config)
+            return _train(config)
         except LaunchError as error:
             if wants_traceback == "1":
                 raise
@@ -93,8 +93,8 @@ def _import(name: str) -> Any:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def _train(config: DictConfig) -> None:
-    """Train with the Lightning of the model, or start a job of a sweep."""
+def _train(config: DictConfig) -> float | None:
+    """Train with the Lightning of the model, or start a job of a sweep; return the metric that a sweeper optimizes."""
     # Here, because its schemas need the sources of an installed Lightning, which `main` checks.
     from lightning_ddp_ext.conf.schemas import choose_lightning, use_lightning
 
@@ -109,16 +109,15 @@ def _train(config: DictConfig) -> None:
     use_lightning(lightning, config)
     try:
         if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
-            _train_in_sweep(config)
-        else:
-            _import("cli.train").train(config)
+            return _train_in_sweep(config)
+        return _import("cli.train").train(config)  # type: ignore[no-any-return]
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         raise LaunchError(str(error)) from error
 
 
-def _train_in_sweep(config: DictConfig) -> None:
+def _train_in_sweep(config: DictConfig) -> float | None:
     """Run one job of a sweep, in a new process if its strategy starts processes by repeating the command."""
     variable = find_launcher()
     if variable is not None:
@@ -128,8 +127,7 @@ def _train_in_sweep(config: DictConfig) -> None:
             " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
         )
     if not _import("cli.validate").has_process_group(config):
-        _import("cli.train").train(config)
-        return
+        return _import("cli.train").train(config)  # type: ignore[no-any-return]
     hydra_config = HydraConfig.get()
     folder = str(hydra_config.runtime.output_dir)
     folders = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
@@ -146,6 +144,7 @@ def _train_in_sweep(config: DictConfig) -> None:
     code = subprocess.call([sys.executable, "-m", "lightning_ddp_ext", *arguments], cwd=hydra_config.runtime.cwd)
     if code != 0:
         raise LaunchError(f"it ended with exit code {code}. Its messages are above, its folder is {folder}.")
+    return _import("cli.train").read_metric(Path(folder), config.optimized_metric)  # type: ignore[no-any-return]
 
 
 def _report_job(error: LaunchError) -> LaunchError:

@@ -91,7 +91,8 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     table = two_columns("Result")
     for name, value in sorted(results.items()):
         table.add_row(name, f"{value:.4f}")
-    table.add_row("optimizer steps", str(trainer.global_step))
+    if trainer.global_step:
+        table.add_row("optimizer steps", str(trainer.global_step))
     files = sorted(
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.stat().st_size
     )

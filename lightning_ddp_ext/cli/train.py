@@ -1,6 +1,7 @@
-"""Training: fit, test and write the results into the run folder."""
+"""One run: train and test, or evaluate a checkpoint, and write the results into the run folder."""
 
 import itertools
+import json
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext._import_names import LIBRARIES
 from lightning_ddp_ext._lightning import (
+    BasePredictionWriter,
     Callback,
     LightningDataModule,
     LightningModule,
@@ -25,14 +27,23 @@ from lightning_ddp_ext._lightning import (
     Trainer,
     is_overridden,
     rank_zero_info,
+    rank_zero_warn,
     seed_everything,
 )
+from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_results
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
 from lightning_ddp_ext.cli.validate import check_run, make, make_all, make_trainer, prepare_config
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.resume.loading import TAKES_WEIGHTS_ONLY, WeightsOnlyLoadMixin, check_checkpoint
 
+RESULTS = "results.json"  # in the run folder
+# The step and the loader of a mode that evaluates a checkpoint.
+_NEEDED = {
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_step", "predict_dataloader"),
+}
 # Errors whose message is the whole explanation, at any time of a run.
 _EXPLAINED = (DDPExtError, MisconfigurationException)
 _LIBRARIES = {*LIBRARIES, "lightning_ddp_ext", "torch"}
@@ -49,22 +60,47 @@ class _Run:
     summary: LaunchSummary
 
 
-def train(config: DictConfig) -> None:
-    """Fit and test; a LaunchError is the one message of a run that cannot start."""
+def train(config: DictConfig) -> float | None:
+    """Run what `mode` says, and return `optimized_metric` on rank 0.
+
+    A LaunchError is the one message of a run that cannot start.
+    """
     run = _build(config)
-    if run.trainer.is_global_zero:
+    trainer = run.trainer
+    if trainer.is_global_zero:
         keep_config(config, run.folder)
         _keep_metrics(run.folder)
-    _fit(config, run)
-    results = _test(config, run) if config.test else {}
-    if run.trainer.is_global_zero:
-        if config.plot:
-            draw_run(run.folder, run.trainer)
-        print_results(results, run.trainer, run.folder)
+    is_training = config.mode == "train"
+    if is_training:
+        _fit(config, run)
+    results = _numbers(trainer)  # at the end of training
+    tested = _test(config, run) if is_training and config.test else {} if is_training else _evaluate(config, run)
+    if trainer.is_global_zero:
+        (run.folder / RESULTS).write_text(json.dumps({**results, **tested}, indent=2))
+        if config.plot and is_training:
+            draw_run(run.folder, trainer)
+        print_results(tested, trainer, run.folder)
+    return read_metric(run.folder, config.optimized_metric) if trainer.is_global_zero else None
+
+
+def _numbers(trainer: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+
+
+def read_metric(folder: Path, name: str | None) -> float | None:
+    """Return a result of a run that has ended, which a sweeper optimizes; None without a name."""
+    if name is None:
+        return None
+    results: dict[str, float] = json.loads((folder / RESULTS).read_text())
+    if name not in results:
+        known = ", ".join(results) or "no value"
+        raise LaunchError(f"`optimized_metric={name}` was not logged: the run has logged {known}. Use one of its keys.")
+    return results[name]
 
 
 def _build(config: DictConfig) -> _Run:
     try:
+        check_choice("mode", config.mode, ["train", *_NEEDED], "Leave it out to train and test.")
         hydra = HydraConfig.get()
         choices: Any = hydra.runtime.choices
         prepare_config(config, choices)
@@ -99,13 +135,41 @@ def _enabled(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
 
 def _fit(config: DictConfig, run: _Run) -> None:
     run.summary.resumes = path = checkpoint_to_resume(config.ckpt_path, run.trainer)
+    with _explained(config, run):
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, **_loading(config, run, path))
+
+
+def _loading(config: DictConfig, run: _Run, path: str | None) -> dict[str, bool]:
+    """Check a checkpoint that the strategy would load unchecked, and return the options of loading it."""
     options = {"weights_only": config.weights_only} if TAKES_WEIGHTS_ONLY else {}
     if not options and not config.weights_only:
         raise LaunchError("`weights_only=false` needs Lightning 2.6. Install it, or leave this out.")
+    if path is not None and not isinstance(run.trainer.strategy, WeightsOnlyLoadMixin):
+        check_checkpoint(path, run.trainer.strategy.checkpoint_io, allows_code=not config.weights_only)
+    return options
+
+
+def _evaluate(config: DictConfig, run: _Run) -> Mapping[str, float]:
+    """Validate, test or predict with the weights of `ckpt_path`."""
+    mode, trainer, path = config.mode, run.trainer, config.ckpt_path
+    step, loader = _NEEDED[mode]
+    needed = {f"`{step}` of the model": (step, run.model), f"`{loader}` of the data": (loader, run.data)}
+    if mode == "predict":  # the default step calls the model
+        del needed[f"`{step}` of the model"]
+    missing = [text for text, (name, part) in needed.items() if not is_overridden(name, part)]
+    if missing:
+        raise LaunchError(f"`mode={mode}` needs a {' and a '.join(missing)}. Define it, or use another mode.")
+    if mode == "predict" and not any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        raise LaunchError("`mode=predict` has no callback that keeps predictions. Set `callbacks=prediction_writer`.")
+    if path is None:
+        rank_zero_warn(f"`mode={mode}` without `ckpt_path` uses the weights with which the model is constructed.")
+    arguments: dict[str, Any] = {"datamodule": run.data, "ckpt_path": path}
     with _explained(config, run):
-        if path is not None and not isinstance(run.trainer.strategy, WeightsOnlyLoadMixin):
-            check_checkpoint(path, run.trainer.strategy.checkpoint_io, allows_code=not config.weights_only)
-        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, **options)
+        arguments |= _loading(config, run, path)
+        if mode == "predict":
+            trainer.predict(run.model, return_predictions=False, **arguments)
+            return {}
+        return merge_results(getattr(trainer, mode)(run.model, verbose=False, **arguments))
 
 
 def _test(config: DictConfig, run: _Run) -> Mapping[str, float]:

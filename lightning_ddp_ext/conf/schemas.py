@@ -163,11 +163,13 @@ class TrainConfig:
     """The whole configuration of the command; docs/configuration.md explains the keys."""
 
     lightning: Optional[str] = None
+    mode: str = "train"
     seed: int = 1
     test: bool = True
     plot: bool = True
     ckpt_path: Optional[str] = None
     weights_only: bool = True
+    optimized_metric: Optional[str] = None
     strategy: Any = MISSING
     process_group: Any = None
     network: Any = None
@@ -297,11 +299,14 @@ def make_schemas() -> dict[str, type]:
         "data/stdlib_text": make_schema(f"{demo}.byte_text.StdlibText"),
         "callbacks/balance_report": make_schema(f"{callbacks}.BalanceReport"),
         "callbacks/checkpoint": make_schema("lightning.pytorch.callbacks.ModelCheckpoint"),
+        "callbacks/early_stopping": make_schema("lightning.pytorch.callbacks.EarlyStopping"),
         "callbacks/gradient_check": make_schema(f"{callbacks}.GradientCheck"),
         "callbacks/join_report": make_schema(f"{callbacks}.JoinReport"),
         "callbacks/prediction_writer": make_schema(f"{callbacks}.PredictionWriter"),
         "callbacks/replica_consistency": make_schema(f"{callbacks}.ReplicaConsistency"),
         "logger/csv": make_schema("lightning.pytorch.loggers.CSVLogger"),
+        "logger/tensorboard": make_schema("lightning.pytorch.loggers.TensorBoardLogger"),
+        "logger/wandb": make_schema("lightning.pytorch.loggers.WandbLogger"),
     }
 
 
