@@ -363,7 +363,8 @@ class _Verifier:
         unequal = [(one, [one.sizes()[0], sum(one.sizes()[1:])]) for one in self._validation]
         yield name, Run(make, [sizes[0], number - sizes[0]], shares, unequal)
         if len(sizes) > 2:
-            yield name, Run(make, sizes, shares)
+            thirds = [(one, [1, 1, sum(one.sizes()) - 2]) for one in self._validation]
+            yield name, Run(make, sizes, shares, thirds)
 
     def _check_run(self, strategy: str, run: Run, alone: Outcome) -> Iterable[Check]:
         assert self._step is not None

@@ -283,6 +283,15 @@ class LossOfRankZero(Validating):
         self.log("val_loss", functional.cross_entropy(self(batch[0]), batch[1]))  # here
 
 
+class OnPlateau(Validating):
+    """A scheduler reads a value of the validation."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
 class ValidationOverRanks(Validating):
     """The same without a bug: a metric adds up sums and counts."""
 
@@ -305,4 +314,4 @@ WITHOUT_A_LINE = (WithoutSynchronization, LateSynchronization)
 OF_SAMPLES = {SameOrder: lambda data: DataLoader(data, batch_sampler=SameOrder()),
               SameStream: lambda data: DataLoader(data, batch_size=8)}  # fmt: skip
 OF_VALIDATION = (ValidationByBatches, ValidationWithWrongCount, LossOverDataset, LossOfRankZero)
-WITHOUT_A_BUG = (BoxesPerRank, Validating, ValidationOverRanks)
+WITHOUT_A_BUG = (BoxesPerRank, Validating, OnPlateau, ValidationOverRanks)
