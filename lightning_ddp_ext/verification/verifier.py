@@ -22,6 +22,7 @@ from lightning_ddp_ext._lightning import (
 )
 from lightning_ddp_ext.batches.label_counts import TokenCount
 from lightning_ddp_ext.errors import ImpossibleError, describe_error
+from lightning_ddp_ext.resume.rng_state import drawing_alike
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.verification.processes import TooLateError, run_forked
@@ -122,13 +123,18 @@ def verify(
         ImpossibleError: If nothing can be checked, such as if the step fails, with the reason.
     """
     started = time.monotonic()
-    verifier = _Verifier(module, data, *_draw(module, data), started + limit, progress)
+    verifier = _Verifier(module, data, *draw_samples(module, data), started + limit, progress)
     checks = verifier.run()
     return Report(checks, verifier.use(), time.monotonic() - started)
 
 
+def draw_samples(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
+    """Return samples of the training loader, the same each time, and what `_draw_validation` returns."""
+    with drawing_alike(0, data):
+        return _draw(module, data)
+
+
 def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
-    """Return samples of the training loader, and what `_draw_validation` returns."""
     hooks = data if isinstance(data, LightningDataModule) else module
     try:
         if isinstance(data, LightningDataModule):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.verification import ImpossibleError, differences, verify
+from lightning_ddp_ext.verification import ImpossibleError, differences, verifier, verify
 from tests.verification import modules
 from tests.verification.modules import Module, but_slow, line_of, make_data
 
@@ -108,6 +108,20 @@ def test_finished_batches_are_cut():
 def state_of(module):
     numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     return numbers, dict(os.environ), [one.tolist() for one in module.state_dict().values()], torch.get_num_threads()
+
+
+def test_samples_of_a_shuffled_loader_are_the_same_each_time(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(verifier, "Samples", lambda loader, module: drawn.append(next(iter(loader))[1].tolist()))
+    dataset, module = make_data().dataset, Module()
+    for generator in (None, torch.Generator().manual_seed(5)):
+        loader = DataLoader(dataset, 12, shuffle=True, generator=generator)
+        before = torch.get_rng_state().tolist(), [] if generator is None else generator.get_state().tolist()
+        for _ in range(2):
+            verifier.draw_samples(module, loader)
+        assert before == (torch.get_rng_state().tolist(), [] if generator is None else generator.get_state().tolist())
+        assert drawn.pop() == drawn.pop() != dataset.tensors[1][:12].tolist()
+        assert next(iter(loader))[1].tolist() != next(iter(loader))[1].tolist()  # without a seed
 
 
 def test_neither_this_process_nor_the_module_changes(tmp_path, monkeypatch):
