@@ -141,3 +141,5 @@ def _print(report: "Report") -> None:
     if report.use:
         console.print(f"Use Trainer({report.use}).", highlight=False, style="bold")
     console.print(f"{report.seconds:.1f} s", highlight=False)
+    if report.unproved:
+        console.print(f"Not proved, for the reasons in the table: {', '.join(report.unproved)}.", highlight=False)

@@ -4,7 +4,6 @@ import functools
 import inspect
 import linecache
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -20,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import OperationMode
+from lightning_ddp_ext.verification.draws import Draws
 
-_MIXED = re.compile("dropout|attention|perm")  # operations whose results are not random numbers of single samples
 GROUPS = ("c10d::", "_c10d_functional::")  # of the names of collectives
 _LIBRARIES = (
     "torch",
@@ -66,6 +65,7 @@ class Operation:
         sources: Positions of the earlier operations that it reads.
         is_of_batch: Whether it depends on the batch.
         is_computed: Whether it computes its results: they are no views, and not left uninitialised.
+        is_outside: Whether it reads a tensor of unknown origin, or a view of one, such as numbers that numpy has drawn.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Operation:
     sources: frozenset[int]
     is_of_batch: bool
     is_computed: bool
+    is_outside: bool
 
     @property
     def line(self) -> Line | None:
@@ -94,14 +95,12 @@ class Recording(OperationMode):  # type: ignore[misc]
     Args:
         module: The module that runs, for the names of its modules.
         batch: Tensors of the batch.
-        whole: The recording of the whole batch, and where this part of it begins and ends, as fractions; the part then
-            gets its share of the random numbers. None for the whole batch.
+        draws: Replaces random numbers.
     """
 
-    def __init__(
-        self, module: nn.Module, batch: Iterable[Tensor], whole: tuple["Recording", float, float] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, batch: Iterable[Tensor], draws: Draws | None = None) -> None:
         super().__init__()
+        self.draws = draws or Draws()
         self.operations: list[Operation] = []
         self._is_backward = False
         self._batch = {id(tensor) for tensor in batch}
@@ -110,9 +109,7 @@ class Recording(OperationMode):  # type: ignore[misc]
         self._writer: dict[int, int] = {}  # the operation that made a tensor, by its `id`
         self._changes: dict[int, list[int]] = defaultdict(list)  # in-place operations on a storage
         self._kept: list[Tensor] = []  # so that no `id` is used twice
-        self._draws: list[tuple[str, Tensor]] = []
-        self._whole: Recording | None = None if whole is None else whole[0]
-        self._begin, self._end = (0.0, 1.0) if whole is None else whole[1:]
+        self._known = self._batch | {id(one) for one in (*module.parameters(), *module.buffers())}
 
     @override
     def __enter__(self) -> "Recording":
@@ -149,8 +146,7 @@ class Recording(OperationMode):  # type: ignore[misc]
         output = func(*args, **(kwargs or {}))
         name = func.name().removeprefix("aten::").partition(".")[0]
         results = list(_tensors(output))
-        if torch.Tag.nondeterministic_seeded in func.tags and not _MIXED.search(name) and results:
-            self._replace_draw(name, results[0])
+        self.draws.note(func, output)
         place = len(self.operations)
         sources = {self._writer[id(one)] for one in read if id(one) in self._writer}
         for one in read:
@@ -164,11 +160,13 @@ class Recording(OperationMode):  # type: ignore[misc]
         is_view = not in_place and {*map(_storage, read)} >= {*map(_storage, results)}
         is_computed = not (is_view or "empty" in name)
         module = next(filter(None, reversed(self._running)), "")
+        is_outside = any(
+            id(one) not in self._writer and id(one) not in self._known and one.numel() > 1 for one in read
+        ) or any(self.operations[i].is_outside and not self.operations[i].is_computed for i in sources)
         copies = tuple(one.detach().clone() for one in results)
+        where = find_lines(), module, self._is_backward
         self.operations.append(
-            Operation(
-                name, find_lines(), module, self._is_backward, copies, frozenset(sources), is_of_batch, is_computed
-            )
+            Operation(name, *where, copies, frozenset(sources), is_of_batch, is_computed, is_outside)
         )
         for one in results:
             self._writer[id(one)] = place
@@ -176,22 +174,6 @@ class Recording(OperationMode):  # type: ignore[misc]
             self._changes[_storage(read[0])].append(place)
         self._kept += [*read, *results]
         return output
-
-    def _replace_draw(self, name: str, drawn: Tensor) -> None:
-        """Note random numbers, or replace the ones of a part by its share of the ones of the whole batch."""
-        place = len(self._draws)
-        self._draws.append((name, drawn.clone()))
-        if self._whole is None or place >= len(self._whole._draws):
-            return
-        same_name, whole = self._whole._draws[place]
-        if name != same_name or whole.dim() != drawn.dim():
-            return
-        for dim, (size, own) in enumerate(zip(whole.shape, drawn.shape, strict=True)):
-            begin, end = round(size * self._begin), round(size * self._end)
-            if own != size and own == end - begin:
-                whole = whole.narrow(dim, begin, own)
-        if whole.shape == drawn.shape:
-            drawn.copy_(whole)
 
     def find(self, tensor: Tensor) -> Operation | None:
         """Return the operation that has made a tensor."""

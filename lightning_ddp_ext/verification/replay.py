@@ -59,6 +59,7 @@ class BatchReplay:
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.module = module
         self.draws = False  # whether a step drew random numbers
+        self.foreign_draws = ""  # what draws random numbers that the parts of a batch and ranks cannot repeat
         self._loss_dtypes: set[torch.dtype] = set()
         self._trainer = trainer
         self._batch_idx = batch_idx
@@ -144,6 +145,8 @@ class BatchReplay:
                 with nullcontext() if recording is None else recording:
                     if not transferred:
                         batch = transfer(batch, self.module, module, device, dataloader_idx=0)
+                        if states != capture_rng_state(device):
+                            self.foreign_draws = "the transfer of a batch draws random numbers"
                     module.on_train_batch_start(batch, self._batch_idx)
                     output = module.training_step(*(batch, self._batch_idx)[: 1 + takes_batch_idx(module)])
                     if module.automatic_optimization:
@@ -151,7 +154,10 @@ class BatchReplay:
                         if loss is None:
                             raise ImpossibleError("`training_step` returned None")
                         run_backward(loss)
-                self.draws |= states != capture_rng_state(device)
+                now = capture_rng_state(device)
+                self.draws |= states != now
+                if any(states[one] != now[one] for one in ("python", "numpy")):
+                    self.foreign_draws = "the step draws random numbers of Python or numpy"
         except ImpossibleError:
             raise
         except Exception as error:

@@ -27,6 +27,7 @@ from lightning_ddp_ext._lightning import (
     seed_everything,
 )
 from lightning_ddp_ext.batches.containers import walk
+from lightning_ddp_ext.verification.draws import Drawn, Draws
 from lightning_ddp_ext.verification.held_optimizers import flat_gradient
 from lightning_ddp_ext.verification.operations import GROUPS, Line, Recording, find_lines
 from lightning_ddp_ext.verification.replay import BatchReplay, NoDropout, find_batch_norms, switch_dropout_off
@@ -34,8 +35,8 @@ from lightning_ddp_ext.verification.samples import Samples
 
 STEPS = 2
 _MOST_BATCHES, _MOST_OF_STREAM = 1000, 64  # of an epoch whose samples are compared
-Trace = list[tuple[str, tuple[Line, ...], str]]
-"""Operations that lead to a loss: name, lines with the innermost first, and a fingerprint of the results."""
+Trace = list[tuple[str, tuple[Line, ...], str, bool]]
+"""Operations that lead to a loss: name, lines with the innermost first, a fingerprint of the results, `is_outside`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Outcome:
         monitored: Keys that a scheduler or a callback reads.
         traces: Of the first step, with random numbers of Python and numpy that are those of this rank: with the random
             numbers of torch of one process, and with others.
+        draws: Random numbers of the steps of training and validation.
+        is_matched: Whether these are the ones of one process.
     """
 
     tensors: dict[str, Tensor]
@@ -60,11 +63,13 @@ class Outcome:
     lines: dict[str, Line | None]
     monitored: set[str]
     traces: tuple[Trace, Trace]
+    draws: list[list[Drawn]]
+    is_matched: bool
 
     @property
     def communicates(self) -> bool:
         """Whether the first step communicates."""
-        return any(name.startswith(GROUPS) for name, _, _ in self.traces[0])
+        return any(name.startswith(GROUPS) for name, *_ in self.traces[0])
 
 
 class Stopped(Exception):
@@ -74,7 +79,9 @@ class Stopped(Exception):
 class _Watch(Callback):
     """Watches a run: traces the first step, and notes who logs which value."""
 
-    def __init__(self, stops: bool) -> None:
+    def __init__(self, stops: bool, make_draws: Callable[[int], Draws]) -> None:
+        self._make_draws = make_draws
+        self.draws: list[Draws] = []
         self.traces: tuple[Trace, Trace] = [], []
         self.lines: dict[str, Line | None] = {}
         self.monitored: set[str] = set()
@@ -99,8 +106,27 @@ class _Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for part in find_batch_norms(pl_module):
             part.eval()  # its statistics are those of a part by nature
-        if batch_idx > 0:
-            return
+        if batch_idx == 0:
+            self._look_at_first(trainer, pl_module, batch, batch_idx)
+        self._begin_draws()
+
+    @override
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._begin_draws()
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.draws[-1].__exit__(None, None, None)
+
+    @override
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.draws[-1].__exit__(None, None, None)
+
+    def _begin_draws(self) -> None:
+        self.draws.append(self._make_draws(len(self.draws)))
+        self.draws[-1].__enter__()
+
+    def _look_at_first(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         replay, rank = BatchReplay(trainer, pl_module, batch, batch_idx), trainer.global_rank
         self.traces = _trace(replay, rank, 0), _trace(replay, rank, 1 + rank)
         if self._stops:
@@ -120,7 +146,7 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> Trace:
     assert step.recording is not None
     leading = step.recording.leading_to(step.losses)
     return [
-        (one.name, one.lines, _fingerprint(one.results) if one.is_computed else "")
+        (one.name, one.lines, _fingerprint(one.results) if one.is_computed else "", one.is_outside)
         for place, one in enumerate(step.recording.operations)
         if place in leading or one.communicates
     ]
@@ -130,6 +156,7 @@ class StepDifference(NamedTuple):
     """The first operation of a rank that one process does not do alike."""
 
     line: Line | None  # None if no line of the user leads to it
+    is_outside: bool = False  # only results differ, of an operation that `is_outside`
 
 
 def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
@@ -140,12 +167,12 @@ def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
     for number, (ours, theirs) in enumerate(zip(own.traces, alone.traces, strict=True)):
         before: tuple[Line, ...] = ()
         longer, shorter = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
-        for one, other in zip_longest(longer, shorter, fillvalue=("", (), "")):
+        for one, other in zip_longest(longer, shorter, fillvalue=("", (), "", False)):
             if one[:2] != other[:2]:  # the outermost line that is different
                 both = zip_longest(reversed(one[1]), reversed(other[1] or before))
                 return StepDifference(next((line for line, another in both if line and line != another), None))
             if one[2] != other[2] and not number:
-                return StepDifference(next(iter(one[1]), None))
+                return StepDifference(next(iter(one[1]), None), one[3])
             before = one[1]
     return None
 
@@ -231,14 +258,28 @@ class Run:
     shares: bool = False
     validation: Sequence[tuple[Samples, Sequence[int]]] = ()
 
-    def ranks(self, module: LightningModule, samples: Samples, precision: Any) -> list[Callable[[], Outcome]]:
-        """Return what each rank does."""
+    def ranks(
+        self, module: LightningModule, samples: Samples, precision: Any, drawn: list[list[Drawn]]
+    ) -> list[Callable[[], Outcome]]:
+        """Return what each rank does, with the random numbers of one process."""
         port = free_port()
         return [
-            partial(self._train, module, samples, precision, rank, port) for rank in range(len(self.sizes))
+            partial(self._train, module, samples, precision, drawn, rank, port) for rank in range(len(self.sizes))
         ]  # fmt: skip
 
-    def _train(self, module: LightningModule, samples: Samples, precision: Any, rank: int, port: int) -> Outcome:
+    def _train(
+        self,
+        module: LightningModule,
+        samples: Samples,
+        precision: Any,
+        drawn: list[list[Drawn]],
+        rank: int,
+        port: int,
+    ) -> Outcome:
+        def make_draws(place: int) -> Draws:
+            sizes = self.sizes if self.shares or place < STEPS else self.validation[place - STEPS][1]
+            return Draws(drawn[place], sum(sizes[:rank]) / sum(sizes), sum(sizes[: rank + 1]) / sum(sizes))
+
         ranks = len(self.sizes)
         _launch(rank, ranks, port)
         place = None if self.shares else rank
@@ -246,7 +287,7 @@ class Run:
         options = {"strategy": self.make_strategy(), "devices": ranks, "plugins": [LightningEnvironment()]}
         options["use_distributed_sampler"] = False
         validation = [own.loader(sizes, place, 1) for own, sizes in self.validation]
-        return fit(module, loader, precision, validation, **options)
+        return fit(module, loader, precision, validation, make_draws=make_draws, **options)
 
 
 def fit(
@@ -255,12 +296,13 @@ def fit(
     precision: Any,
     validation: Sequence[Any] = (),
     stops: bool = False,
+    make_draws: Callable[[int], Draws] = lambda place: Draws(),
     **options: Any,
 ) -> Outcome:
     """Train in this process without dropout, and validate; if it `stops`, only trace the first step."""
     seed_everything(0, verbose=False)
     switch_dropout_off(module)
-    watch = _Watch(stops)
+    watch = _Watch(stops, make_draws)
     options |= {"limit_val_batches": 1.0} if validation else {}
     trainer = quiet_trainer(callbacks=[watch], precision=precision, **options)
     with NoDropout(), suppress(Stopped):
@@ -274,7 +316,10 @@ def fit(
                     tensors[f"`{key}` of parameter {index} of optimizer {number}"] = value.detach().cpu()
     logged = {key: float(value) for key, value in trainer.callback_metrics.items() if value.numel() == 1}
     rates = [float(group.get("lr", 0.0)) for one in trainer.optimizers for group in one.param_groups]
-    return Outcome(tensors, watch.gradients, logged, rates, watch.lines, watch.monitored, watch.traces)
+    return Outcome(
+        tensors, watch.gradients, logged, rates, watch.lines, watch.monitored, watch.traces,
+        [one.taken for one in watch.draws], all(one.is_matched for one in watch.draws),
+    )  # fmt: skip
 
 
 def _launch(rank: int, ranks: int, port: int) -> None:

@@ -1,13 +1,17 @@
 """Whether the gradient of a batch follows from the gradients of its parts, and if not, at which line."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
+
+import numpy
 
 from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.verification.differences import FINER, Culprit, Differences
+from lightning_ddp_ext.verification.draws import Draws
 from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from lightning_ddp_ext.verification.operations import Line, Recording
 from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
@@ -30,6 +34,7 @@ class StepFinding:
         tolerance: Largest relative difference that rounding explains.
         parameter: The parameter whose gradient differs most.
         states: Attributes that hold a tensor of the batch after the step, and the lines that have made them.
+        draws: What draws random numbers that the parts of a batch and ranks cannot repeat; empty if nothing does.
     """
 
     weight_by: str | None
@@ -41,6 +46,7 @@ class StepFinding:
     tolerance: float
     parameter: str
     states: list[tuple[str, Line | None]]
+    draws: str
 
 
 def check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> StepFinding:
@@ -51,11 +57,19 @@ def check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Seq
         raise ImpossibleError("the gradient of the first batch is zero, so that there is nothing to compare")
     recording = of_whole.recording
     assert recording is not None
-    of_parts, begin, total = [], 0, sum(sizes)
-    for part, size in zip(parts, sizes, strict=True):
-        share = recording, begin / total, (begin + size) / total
-        of_parts.append(run(part, record=partial(Recording, whole=share)))
-        begin += size
+    taken, of_parts, draws = recording.draws.taken, [], []
+    bounds = [sum(sizes[:place]) / sum(sizes) for place in range(len(sizes) + 1)]
+    for part, share in zip(parts, pairwise(bounds), strict=True):
+        draws.append(Draws(taken, *share))
+        of_parts.append(run(part, record=partial(Recording, draws=draws[-1])))
+    if not all(one.is_matched for one in draws):
+        replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
+    elif replay.foreign_draws:
+        random.seed(1)
+        numpy.random.seed(1)
+        again = run(whole, record=partial(Recording, draws=Draws(taken)))
+        if GradientFit(of_whole.gradients, [again.gradients]).difference([1.0]) <= replay.tolerance:
+            replay.foreign_draws = ""  # which have no influence
     running = {operation.module.partition(" ")[0] for operation in recording.operations}
     names = {id(part): name for name, part in replay.module.named_modules()}
     batch_norms = [name for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
@@ -100,4 +114,5 @@ def _find(
         tolerance,
         fit.worst(by_samples)[0],
         whole.states,
+        replay.foreign_draws,
     )

@@ -62,6 +62,7 @@ class Check:
         text: What was found.
         where: File and line, and the line itself; empty if there is none.
         remedy: What to do; empty if nothing.
+        compared: Whether a comparison was possible; if not, the text has the reason.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Check:
     text: str
     where: str = ""
     remedy: str = ""
+    compared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class Report:
     def findings(self) -> list[Check]:
         """The checks that have found something."""
         return [check for check in self.checks if check.verdict == "finding"]
+
+    @property
+    def unproved(self) -> list[str]:
+        """Names of the checks that could not compare."""
+        return [check.name for check in self.checks if not check.compared]
 
     def raise_for_findings(self) -> None:
         """Raise an `AssertionError` that names all findings, if there are any."""
@@ -162,7 +169,7 @@ def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples]
         return [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])], []
     except Exception as error:
         reason = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
-        return [], [Check("validation", "note", f"not compared: {reason}")]
+        return [], [Check("validation", "note", f"not compared: {reason}", compared=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,6 @@ class _Alone:
     """What one process has found: on the parts of a batch, and the operations of the step on each part alone."""
 
     finding: StepFinding
-    draws: bool
     tokens: list[float] | None  # of the parts
 
 
@@ -189,7 +195,7 @@ class _FirstStep(Callback):
         whole, parts = self._samples.cut(sizes)
         with replay.training_unaffected():
             finding = check_step(replay, whole, parts, sizes)
-        self.found = _Alone(finding, replay.draws, _count_tokens(parts))
+        self.found = _Alone(finding, _count_tokens(parts))
         raise Stopped
 
 
@@ -262,7 +268,8 @@ class _Verifier:
             if not self._validation:
                 raise
             self._validation = []
-            checks.append(Check("validation", "note", f"not compared: with it, training ends with an error: {error}"))
+            text = f"not compared: with it, training ends with an error: {error}"
+            checks.append(Check("validation", "note", text, compared=False))
             (alone,) = self._fork([self._train_alone])
         self._limit = max(_LEAST_LIMIT, _SLOWER * (time.monotonic() - started))
         for name, run in self._runs():
@@ -308,6 +315,8 @@ class _Verifier:
                 name, "finding", "a mean over something other than samples: this line has what it divides by",
                 _where(finding.divided_at), remedy,
             )  # fmt: skip
+        elif finding.draws:
+            yield Check(name, "note", f"not compared with its parts: {finding.draws}", compared=False)
         else:
             culprit = finding.culprit
             text = "does not follow from its parts: " + (
@@ -315,9 +324,8 @@ class _Verifier:
                 if culprit is not None
                 else f"most in `{finding.parameter}`, in code that hides operations, or hardly above rounding"
             )
-            drawn = " The step draws random numbers of its own." if self._step.draws and culprit is None else ""
             yield Check(
-                name, "finding", text + drawn, "" if culprit is None else _where(culprit.line),
+                name, "finding", text, "" if culprit is None else _where(culprit.line),
                 "compute each sample's loss from this sample alone, or gather what is needed from all ranks",
             )  # fmt: skip
         if finding.batch_norms:
@@ -339,7 +347,7 @@ class _Verifier:
             except ImpossibleError as error:
                 problem = str(error)
         else:
-            yield Check("samples of ranks", "note", f"not compared: {problem}")
+            yield Check("samples of ranks", "note", f"not compared: {problem}", compared=False)
             return
         (one, line), (other, _) = found
         ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches in (one, other))
@@ -360,27 +368,29 @@ class _Verifier:
         """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
         halves = [(one, [sum(one.sizes()) // 2] * 2) for one in self._validation]
         number = sum(self._samples.sizes())
-        yield "ddp", Run(partial(DDPStrategy, find_unused_parameters=True), [number // 2] * 2, validation=halves)
+        plain = partial(DDPStrategy, find_unused_parameters=True)
+        yield "ddp", Run(plain, [number // 2] * 2, validation=halves)
         if self._weight_by is None:
             return
         name, kind = self._recommended
-        make, shares = partial(kind, weight_by=self._weight_by), kind is BalancedDDPStrategy
-        sizes = self._samples.sizes()
+        sizes, shares = self._samples.sizes(), kind is BalancedDDPStrategy
         unequal = [(one, [one.sizes()[0], sum(one.sizes()[1:])]) for one in self._validation]
-        yield name, Run(make, [sizes[0], number - sizes[0]], shares, unequal)
-        if len(sizes) > 2:
-            thirds = [(one, [1, 1, sum(one.sizes()) - 2]) for one in self._validation]
-            yield name, Run(make, sizes, shares, thirds)
+        thirds = [(one, [1, 1, sum(one.sizes()) - 2]) for one in self._validation]
+        of_two = [sizes[0], number - sizes[0]], unequal
+        for parts, validation in (of_two, (sizes, thirds))[: len(sizes) - 1]:
+            make = partial(kind, weight_by=self._weight_by, **({"split": parts} if shares else {}))
+            yield name, Run(make, parts, shares, validation)
 
     def _check_run(self, strategy: str, run: Run, alone: Outcome) -> Iterable[Check]:
         assert self._step is not None
         name = f"`{strategy}` on {len(run.sizes)} ranks"
         try:
-            outcomes: list[Outcome] = self._fork(run.ranks(self._module, self._samples, self._precision))
+            outcomes: list[Outcome] = self._fork(run.ranks(self._module, self._samples, self._precision, alone.draws))
         except TooLateError as error:
             if time.monotonic() >= self._deadline and not error.communicates:
                 self._weight_by = None
-                yield Check(name, "note", "not compared: the time limit is over", remedy="give more time with `limit`")
+                text, remedy = "not compared: the time limit is over", "give more time with `limit`"
+                yield Check(name, "note", text, remedy=remedy, compared=False)
                 return
             place, line = next(iter(error.waiting.items()))
             text = f"training does not end: rank {place} waits for others that have gone on"
@@ -395,6 +405,9 @@ class _Verifier:
         differences = [_relative(*both) for both in zip(first.gradients, alone.gradients, strict=True)]
         allowed = [self._step.finding.tolerance, max([_LEAST, *(_GROWTH * one for one in differences[:1])])]
         wrong = next((step for step, one in enumerate(differences) if not one <= allowed[min(step, 1)]), None)
+        unmatched = self._step.finding.draws
+        if not unmatched and not all(one.is_matched for one in outcomes):
+            unmatched = "ranks draw other random numbers than one process"
         of_ranks = [] if run.shares else [*self._check_ranks(outcomes, run.sizes)]
         yield from of_ranks
         if different:
@@ -407,12 +420,14 @@ class _Verifier:
             pairs = zip(first.rates, alone.rates, strict=True)
             one, other = next(both for both in pairs if both[0] != both[1])
             text = f"ranks are identical, with a learning rate of {one:g}; in one process it is {other:g}"
-            yield Check(name, "note", text)
-        elif self._step.draws:
-            text = "ranks are identical; not compared with one process, because the step draws random numbers"
-            yield Check(name, "note", text)
+            yield Check(name, "note", text, compared=False)
+        elif unmatched:
+            yield Check(
+                name, "note", f"ranks are identical; not compared with one process: {unmatched}", compared=False
+            )
         elif strategy == "ddp" and self._weight_by != "samples":
-            yield Check(name, "note", "ranks are identical; not compared with one process, for the reason above")
+            text = "ranks are identical; not compared with one process, for the reason above"
+            yield Check(name, "note", text, compared=False)
         elif not of_ranks:
             text = f"the gradient of step {wrong + 1} differs by {differences[wrong]:.1e} from one process"
             states = self._step.finding.states if wrong else []
@@ -420,14 +435,17 @@ class _Verifier:
                 text += f": each rank keeps its own {_list([f'`{state}`' for state, _ in states])}"
             remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks" if states else ""
             yield Check(name, "finding", text, _where(states[0][1]) if states else "", remedy)
-        yield from self._check_logged(outcomes, run, alone if strategy in self.equal else None)
+        yield from self._check_logged(outcomes, run, alone if strategy in self.equal and not unmatched else None)
 
     def _check_ranks(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Iterable[Check]:
         """Compare the step of each rank with the step of one process on the same samples."""
+        assert self._step is not None
         trace = partial(_trace_alone, self._module, self._samples, sizes, precision=self._precision)
         alone = self._fork([partial(trace, rank) for rank in range(len(sizes))])
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
             found = find_difference(own, other)
+            if found is not None and found.is_outside and self._step.finding.draws:
+                return  # as noise of each sample that numpy has drawn
             if found is not None and own.communicates:
                 yield Check("step of a rank", "note", "the step communicates between ranks", _where(found.line))
                 return

@@ -4,13 +4,14 @@ import inspect
 import random
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 LABELS = [0, 1, 2, 0, 0, 3, 1, 2, 2, 0, 1, 3]
 CLASS_WEIGHTS = [1.0, 5.0, 2.0, 3.0]
@@ -183,6 +184,68 @@ def time_major(logits, labels):
 HEALTHY = (functional.cross_entropy, noisy, dropped, one_by_one, time_major)
 
 
+class Sampling(Module):
+    """Draws a latent variable for each sample, as a variational autoencoder."""
+
+    def training_step(self, batch, batch_idx):
+        mean = self.first(batch[0]).tanh()
+        return self.compute(self.last(mean + torch.randn_like(mean) * mean.exp()), batch[1]) + mean.square().mean()
+
+
+class SamplingDividedByRanks(Sampling):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss / self.trainer.world_size  # here
+
+
+class Ragged(Dataset):
+    """Texts of different lengths, which are padded."""
+
+    lengths = (2, 3, 5, 2, 7, 4, 3, 9, 6, 2, 3, 4)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(self.lengths[index % 12], 5, generator=torch.Generator().manual_seed(index))
+
+
+def pad(texts):
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor([*map(len, texts)])
+
+
+class WithNoise(Module):
+    """Adds noise to the tokens of padded texts."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.noise = noise
+
+    def training_step(self, batch, batch_idx):
+        texts, lengths = batch
+        mask = torch.arange(texts.shape[1]) < lengths[:, None]
+        each = self(texts + self.noise(mask, texts.dtype)).square().mean(-1)
+        return ((each * mask).sum(1) / lengths).mean()
+
+
+def padded_noise(mask, dtype):
+    return torch.randn(*mask.shape, 5, dtype=dtype)
+
+
+def noise_of_tokens(mask, dtype):
+    return torch.zeros(*mask.shape, 5, dtype=dtype).masked_scatter(
+        mask[..., None], torch.randn(mask.sum(), 5).to(dtype)
+    )
+
+
+def noise_of_numpy(mask, dtype):
+    return torch.from_numpy(numpy.random.normal(size=(*mask.shape, 1))).to(dtype)
+
+
+def noise_of_python(mask, dtype):
+    return torch.tensor([random.random() for _ in mask], dtype=dtype)[:, None, None]
+
+
 class WithNorm(Module):
     def forward(self, features):
         return self.last(self.normalisation(self.first(features)))
@@ -230,6 +293,12 @@ class Deciding(Module):
         if random.random() < 0.5:
             logits = logits * 2  # here
         return functional.cross_entropy(logits, batch[1])
+
+
+class Scaling(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * random.choice([0.5, 1.0, 2.0])  # here
 
 
 class Waiting(Module):
@@ -287,7 +356,7 @@ class Failing(Module):
         raise ValueError("no such file")
 
 
-OF_RANKS = (DividedByRanks, OnOneRank, Deciding, Waiting, Monitored, Remembering)
+OF_RANKS = (DividedByRanks, SamplingDividedByRanks, OnOneRank, Deciding, Scaling, Waiting, Monitored, Remembering)
 
 
 def line_of(defect):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.verification import ImpossibleError, differences, verifier, verify
+from lightning_ddp_ext.verification import ImpossibleError, differences, draws, verifier, verify
 from tests.verification import modules
 from tests.verification.modules import Module, but_slow, line_of, make_data
 
@@ -61,6 +61,35 @@ def test_nothing_is_found_in_healthy_steps(compute):
     assert findings == {}
     assert report.use == 'strategy="balanced_ddp"'
     report.raise_for_findings()
+
+
+@pytest.mark.slow
+def test_a_step_that_draws_random_numbers_of_each_sample_is_compared_on_ranks(monkeypatch):
+    assert found(modules.Sampling())[0].unproved == []
+    _, findings = found(modules.Sampling(modules.centred))
+    assert line_of(modules.centred) in findings[GRADIENT].where
+    monkeypatch.setattr(draws.Draws, "_rows", lambda *_: None)
+    report, findings = found(modules.Sampling())
+    assert findings == {}
+    assert {GRADIENT, "`ddp` on 2 ranks"} <= {*report.unproved}
+
+
+@pytest.mark.parametrize(
+    ("noise", "reason"),
+    [
+        (modules.padded_noise, None),
+        (modules.noise_of_tokens, "does not follow the samples"),
+        (modules.noise_of_numpy, "of Python or numpy"),
+        (modules.noise_of_python, "of Python or numpy"),
+    ],
+)
+@pytest.mark.slow
+def test_random_numbers_that_cannot_be_repeated_are_a_note(noise, reason):
+    data = DataLoader(modules.Ragged(), 12, collate_fn=modules.pad)
+    report, findings = found(modules.WithNoise(noise), data)
+    assert findings == {}
+    assert report.unproved == ([] if reason is None else [GRADIENT, "`ddp` on 2 ranks"])
+    assert reason is None or all(reason in check.text for check in report.checks)
 
 
 def test_batch_normalisation_is_a_note_and_hides_nothing():
