@@ -22,10 +22,12 @@ class Culprit:
     Attributes:
         line: Where; None for a part of torch that no line of the program asks for.
         meaning: What it means, in one clause.
+        remedy: What to do.
     """
 
     line: Line | None
     meaning: str
+    remedy: str = "compute each sample's loss from this sample alone, or gather what is needed from all ranks"
 
 
 @dataclass(frozen=True, slots=True)

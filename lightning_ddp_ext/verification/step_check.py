@@ -1,5 +1,6 @@
 """Whether the gradient of a batch follows from the gradients of its parts, and if not, at which line."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,6 +84,13 @@ def _find(
     sizes: Sequence[int],
     batch_norms: tuple[str, ...],
 ) -> StepFinding:
+    if any(len(part.gradients) != len(whole.gradients) for part in parts):
+        steps = Culprit(
+            None, "the number of optimizer steps depends on the samples", "take equally many steps for all batches"
+        )
+        return StepFinding(
+            None, None, None, steps, batch_norms, math.inf, _LEAST, "", whole.states, replay.foreign_draws
+        )
     fit = GradientFit(whole.gradients, [part.gradients for part in parts])
     by_samples = tuple(size / sum(sizes) for size in sizes)
     differences = Differences(whole, parts, sizes)

@@ -25,6 +25,7 @@ from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.resume.rng_state import drawing_alike
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.verification.differences import Culprit
 from lightning_ddp_ext.verification.processes import TooLateError, run_forked
 from lightning_ddp_ext.verification.replay import BatchReplay
 from lightning_ddp_ext.verification.runs import (
@@ -318,16 +319,10 @@ class _Verifier:
         elif finding.draws:
             yield Check(name, "note", f"not compared with its parts: {finding.draws}", compared=False)
         else:
-            culprit = finding.culprit
-            text = "does not follow from its parts: " + (
-                culprit.meaning
-                if culprit is not None
-                else f"most in `{finding.parameter}`, in code that hides operations, or hardly above rounding"
-            )
-            yield Check(
-                name, "finding", text, "" if culprit is None else _where(culprit.line),
-                "compute each sample's loss from this sample alone, or gather what is needed from all ranks",
-            )  # fmt: skip
+            hidden = f"most in `{finding.parameter}`, in code that hides operations, or hardly above rounding"
+            culprit = finding.culprit or Culprit(None, hidden)
+            text = f"does not follow from its parts: {culprit.meaning}"
+            yield Check(name, "finding", text, _where(culprit.line), culprit.remedy)
         if finding.batch_norms:
             shown = _list([f"`{one}`" for one in finding.batch_norms])
             yield Check(
@@ -402,7 +397,9 @@ class _Verifier:
         first, *others = outcomes
         self._communicates |= first.communicates
         different = [key for key in first.tensors if any(not _same(first.tensors, one.tensors, key) for one in others)]
-        differences = [_relative(*both) for both in zip(first.gradients, alone.gradients, strict=True)]
+        differences = [_relative(*both) for both in zip(first.gradients, alone.gradients, strict=False)]
+        if len(first.gradients) != len(alone.gradients):
+            differences.append(math.inf)
         allowed = [self._step.finding.tolerance, max([_LEAST, *(_GROWTH * one for one in differences[:1])])]
         wrong = next((step for step, one in enumerate(differences) if not one <= allowed[min(step, 1)]), None)
         unmatched = self._step.finding.draws

@@ -270,6 +270,14 @@ class Manual(Module):
         return [torch.optim.Adam(part.parameters()) for part in (self.first, self.last)]
 
 
+class StepsOfPairs(Manual):
+    """Takes an optimizer step on every two samples."""
+
+    def training_step(self, batch, batch_idx):
+        for pair in zip(*(part.split(2) for part in batch), strict=True):
+            super().training_step(pair, batch_idx)
+
+
 # ---------------------------------------------------------------- ranks
 
 

@@ -108,6 +108,14 @@ def test_each_backward_pass_of_a_manual_step_is_checked():
     assert line_of(modules.centred) in findings[GRADIENT].where
 
 
+@pytest.mark.slow
+def test_a_number_of_optimizer_steps_that_depends_on_the_data_is_found():
+    report, findings = found(modules.StepsOfPairs())
+    assert findings[GRADIENT].text.endswith("the number of optimizer steps depends on the samples")
+    assert findings[GRADIENT].remedy == "take equally many steps for all batches"
+    assert report.use == ""
+
+
 @pytest.mark.parametrize("module", but_slow(modules.OF_RANKS, modules.OnOneRank, modules.Remembering))
 def test_the_line_at_which_ranks_differ_is_named(module):
     _, findings = found(module(), limit=12)
