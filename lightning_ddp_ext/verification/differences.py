@@ -48,10 +48,16 @@ class Differences:
         parts: The steps on its parts.
         sizes: Number of samples of each part.
         rounding: Exponent of the precision in the tolerance.
+        known: Weights of a mean, if any are known.
     """
 
     def __init__(
-        self, whole: ReplayedStep, parts: Sequence[ReplayedStep], sizes: Sequence[int], rounding: float = ROUNDING
+        self,
+        whole: ReplayedStep,
+        parts: Sequence[ReplayedStep],
+        sizes: Sequence[int],
+        rounding: float = ROUNDING,
+        known: tuple[float, ...] | None = None,
     ) -> None:
         self._recording, self._losses = _recording_of(whole), whole.losses
         operations = self._recording.operations
@@ -59,6 +65,8 @@ class Differences:
         results = (one for operation in operations if operation.is_of_batch for one in operation.results)
         self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
         self._relations = Relations(sizes, self.precision**rounding)
+        if known is not None:
+            self._relations.known.append(known)
         self._parts = [_recording_of(part).operations for part in parts]
         self._origin: dict[tuple[float, ...], Line | None] = {}
 
@@ -105,11 +113,11 @@ class Differences:
                 return Culprit(one.operation.line, "samples influence each other's gradients")
         return None
 
-    def find_sum(self) -> Line | None:
-        """Return the line of the first operation that adds up samples and leads to a loss."""
+    def find_first(self, relation: Relation) -> Line | None:
+        """Return the line of the first operation with a relation that leads to a loss."""
         leading = self._recording.leading_to(self._losses)
         for one in self._matched.values():
-            if one.position in leading and one.relation.kind == "sum" and not one.operation.is_backward:
+            if one.position in leading and one.relation == relation and not one.operation.is_backward:
                 return one.operation.line
         return None
 

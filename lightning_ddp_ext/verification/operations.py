@@ -170,8 +170,8 @@ class Recording(OperationMode):  # type: ignore[misc]
         )
         for one in results:
             self._writer[id(one)] = place
-        if in_place:
-            self._changes[_storage(read[0])].append(place)
+        for one in _tensors([*args[:1]] if in_place else []):  # as the results of collectives
+            self._changes[_storage(one)].append(place)
         self._kept += [*read, *results]
         return output
 

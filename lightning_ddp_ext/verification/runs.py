@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy
@@ -35,8 +35,19 @@ from lightning_ddp_ext.verification.samples import Samples
 
 STEPS = 2
 _MOST_BATCHES, _MOST_OF_STREAM = 1000, 64  # of an epoch whose samples are compared
-Trace = list[tuple[str, tuple[Line, ...], str, bool]]
-"""Operations that lead to a loss: name, lines with the innermost first, a fingerprint of the results, `is_outside`."""
+
+
+class Traced(NamedTuple):
+    """An operation that leads to a loss."""
+
+    name: str = ""
+    lines: tuple[Line, ...] = ()  # the innermost first
+    fingerprint: str = ""  # of the results
+    is_outside: bool = False  # see `Operation`
+    is_shared: bool = False  # it communicates, or depends on an operation that does
+
+
+Trace = list[Traced]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,7 @@ class Outcome:
     @property
     def communicates(self) -> bool:
         """Whether the first step communicates."""
-        return any(name.startswith(GROUPS) for name, *_ in self.traces[0])
+        return any(one.name.startswith(GROUPS) for one in self.traces[0])
 
 
 class Stopped(Exception):
@@ -144,12 +155,15 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> Trace:
         torch.manual_seed(torch_seed)
         step = replay.run(replay.batch, record=Recording, refuses_collectives=False)
     assert step.recording is not None
-    leading = step.recording.leading_to(step.losses)
-    return [
-        (one.name, one.lines, _fingerprint(one.results) if one.is_computed else "", one.is_outside)
-        for place, one in enumerate(step.recording.operations)
-        if place in leading or one.communicates
-    ]
+    leading, shared = step.recording.leading_to(step.losses), set[int]()
+    found = []
+    for place, one in enumerate(step.recording.operations):
+        if one.communicates or one.sources & shared:
+            shared.add(place)
+        if place in leading or one.communicates:
+            text = _fingerprint(one.results) if one.is_computed else ""
+            found.append(Traced(one.name, one.lines, text, one.is_outside, place in shared))
+    return found
 
 
 class StepDifference(NamedTuple):
@@ -167,13 +181,15 @@ def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
     for number, (ours, theirs) in enumerate(zip(own.traces, alone.traces, strict=True)):
         before: tuple[Line, ...] = ()
         longer, shorter = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
-        for one, other in zip_longest(longer, shorter, fillvalue=("", (), "", False)):
+        for one, other in zip_longest(longer, shorter, fillvalue=Traced()):
             if one[:2] != other[:2]:  # the outermost line that is different
-                both = zip_longest(reversed(one[1]), reversed(other[1] or before))
-                return StepDifference(next((line for line, another in both if line and line != another), None))
-            if one[2] != other[2] and not number:
-                return StepDifference(next(iter(one[1]), None), one[3])
-            before = one[1]
+                pairs = (zip_longest(reversed(one.lines), reversed(near)) for near in (before, other.lines))
+                line = next((line for line, another in chain(*pairs) if line and line != another), None)
+                # The number of operations on shared values may depend on the number of ranks.
+                return None if one.is_shared else StepDifference(line)
+            if one.fingerprint != other.fingerprint and not number and not one.is_shared:
+                return StepDifference(next(iter(one.lines), None), one.is_outside)
+            before = one.lines
     return None
 
 
@@ -199,7 +215,7 @@ def draw_indices(
     If Lightning `replaces` samplers, as by default, each rank gets samples of its own. Samples are indices, or hashes
     of what a stream gives.
     """
-    _launch(rank, ranks, port)
+    launch(rank, ranks, port)
     trainer = quiet_trainer(
         callbacks=[_Draw()],
         strategy="ddp",
@@ -281,7 +297,7 @@ class Run:
             return Draws(drawn[place], sum(sizes[:rank]) / sum(sizes), sum(sizes[: rank + 1]) / sum(sizes))
 
         ranks = len(self.sizes)
-        _launch(rank, ranks, port)
+        launch(rank, ranks, port)
         place = None if self.shares else rank
         loader = samples.loader(self.sizes, place, STEPS)
         options = {"strategy": self.make_strategy(), "devices": ranks, "plugins": [LightningEnvironment()]}
@@ -322,7 +338,7 @@ def fit(
     )  # fmt: skip
 
 
-def _launch(rank: int, ranks: int, port: int) -> None:
+def launch(rank: int, ranks: int, port: int) -> None:
     """Set the variables of Lightning's launcher."""
     values = {"MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")

@@ -15,6 +15,7 @@ from lightning_ddp_ext.verification.differences import FINER, Culprit, Differenc
 from lightning_ddp_ext.verification.draws import Draws
 from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from lightning_ddp_ext.verification.operations import Line, Recording
+from lightning_ddp_ext.verification.relations import Relation
 from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
 
 _LEAST = 1e-6  # relative difference of gradients that is reported
@@ -101,7 +102,7 @@ def _find(
     for name, weights in known.items():
         if fit.difference(weights) <= tolerance:
             weight_by, fitted = name, weights
-            divided_at = differences.find_sum() if name == "sum" else None
+            divided_at = differences.find_first(Relation("sum")) if name == "sum" else None
             break
     else:
         for weights, line in differences.origin.items():
@@ -109,6 +110,14 @@ def _find(
                 divided_at, fitted = line, weights
                 break
         else:
+            if fit.fitted is not None and min(fit.fitted) >= 0 and math.isclose(sum(fit.fitted), 1, rel_tol=tolerance):
+                fitted = tuple(fit.fitted) if fit.difference(fit.fitted) <= tolerance else None
+            divided_at = (
+                None
+                if fitted is None
+                else Differences(whole, parts, sizes, known=fitted).find_first(Relation("mean", fitted))
+            )
+        if divided_at is None:
             finer = (Differences(whole, parts, sizes, rounding) for rounding in FINER)
             culprit = next(filter(None, (one.find() for one in chain([differences], finer))), None)
     difference = fit.difference(by_samples)

@@ -16,6 +16,7 @@ from lightning_ddp_ext._lightning import (
     Callback,
     DDPStrategy,
     LightningDataModule,
+    LightningEnvironment,
     LightningModule,
     Trainer,
     is_overridden,
@@ -37,6 +38,7 @@ from lightning_ddp_ext.verification.runs import (
     find_difference,
     fit,
     free_port,
+    launch,
     quiet_trainer,
 )
 from lightning_ddp_ext.verification.samples import Samples
@@ -48,6 +50,7 @@ _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at 
 _LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and beside those of a run of one process
 _LOGGED = 1e-6  # difference of logged values that is rounding
 _EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
+_PER_RANK = "`ddp` takes the mean over ranks: divide by the mean of the ranks' numbers, not by their sum"
 _SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
 _PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
 
@@ -217,9 +220,15 @@ def _check_first_step(module: LightningModule, samples: Samples, precision: Any)
     return callback.found
 
 
-def _trace_alone(module: LightningModule, samples: Samples, sizes: Sequence[int], part: int, precision: Any) -> Outcome:
-    """Trace the first step of one process on a part of the samples."""
-    return fit(module, samples.loader(sizes, part, 1), precision, stops=True, devices=1)
+def _trace_alone(
+    module: LightningModule, samples: Samples, sizes: Sequence[int], part: int, precision: Any, communicates: bool
+) -> Outcome:
+    """Trace the first step of one process on a part of the samples; of one rank if the step communicates."""
+    options: dict[str, Any] = {}
+    if communicates:
+        launch(0, 1, free_port())
+        options = {"strategy": "ddp", "plugins": [LightningEnvironment()], "use_distributed_sampler": False}
+    return fit(module, samples.loader(sizes, part, 1), precision, stops=True, devices=1, **options)
 
 
 class _Verifier:
@@ -242,6 +251,7 @@ class _Verifier:
         self._step: _Alone | None = None
         self._weight_by: str | None = None
         self._communicates = False  # the step does
+        self._ddp = "ddp"  # the name of the strategy that trains the module
         self._is_divided = False  # a stream that gives each rank samples of its own
         self.equal: list[str] = []  # strategies that train as one process
 
@@ -285,8 +295,10 @@ class _Verifier:
         if self._gathers and checks[0].verdict == "finding":
             # Such as a contrastive loss over features that ranks gather.
             checks[0] = replace(
-                checks[0], verdict="ok", remedy="", text=f"{checks[0].text}; `ddp` trains as one process"
+                checks[0], verdict="ok", remedy="", text=f"{checks[0].text}; `{self._ddp}` trains as one process"
             )
+        elif checks[0].verdict == "finding" and any(check.remedy == _PER_RANK for check in checks):
+            checks[0] = replace(checks[0], remedy=_PER_RANK)
         return checks
 
     def _train_alone(self) -> Outcome:
@@ -363,8 +375,7 @@ class _Verifier:
         """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
         halves = [(one, [sum(one.sizes()) // 2] * 2) for one in self._validation]
         number = sum(self._samples.sizes())
-        plain = partial(DDPStrategy, find_unused_parameters=True)
-        yield "ddp", Run(plain, [number // 2] * 2, validation=halves)
+        yield "ddp", Run(DDPStrategy, [number // 2] * 2, validation=halves)
         if self._weight_by is None:
             return
         name, kind = self._recommended
@@ -380,7 +391,8 @@ class _Verifier:
         assert self._step is not None
         name = f"`{strategy}` on {len(run.sizes)} ranks"
         try:
-            outcomes: list[Outcome] = self._fork(run.ranks(self._module, self._samples, self._precision, alone.draws))
+            outcomes = self._train(strategy, run, alone)
+            name = name.replace("ddp", self._ddp) if strategy == "ddp" else name
         except TooLateError as error:
             if time.monotonic() >= self._deadline and not error.communicates:
                 self._weight_by = None
@@ -405,8 +417,10 @@ class _Verifier:
         unmatched = self._step.finding.draws
         if not unmatched and not all(one.is_matched for one in outcomes):
             unmatched = "ranks draw other random numbers than one process"
-        of_ranks = [] if run.shares else [*self._check_ranks(outcomes, run.sizes)]
-        yield from of_ranks
+        if not run.shares and not (first.communicates and wrong is None):
+            yield from self._check_ranks(outcomes, run.sizes)
+        factor = first.gradients[0] * len(run.sizes)
+        is_divided = first.communicates and _relative(factor, alone.gradients[0]) <= allowed[0]
         if different:
             remedy = "compute them from values that all ranks share"
             yield Check(name, "finding", f"ranks end with different values of {_list(different)}", remedy=remedy)
@@ -418,6 +432,9 @@ class _Verifier:
             one, other = next(both for both in pairs if both[0] != both[1])
             text = f"ranks are identical, with a learning rate of {one:g}; in one process it is {other:g}"
             yield Check(name, "note", text, compared=False)
+        elif is_divided:
+            text = "the gradient is the one of one process, divided by the number of ranks"
+            yield Check(name, "finding", text, remedy=_PER_RANK)
         elif unmatched:
             yield Check(
                 name, "note", f"ranks are identical; not compared with one process: {unmatched}", compared=False
@@ -425,7 +442,7 @@ class _Verifier:
         elif strategy == "ddp" and self._weight_by != "samples":
             text = "ranks are identical; not compared with one process, for the reason above"
             yield Check(name, "note", text, compared=False)
-        elif not of_ranks:
+        else:
             text = f"the gradient of step {wrong + 1} differs by {differences[wrong]:.1e} from one process"
             states = self._step.finding.states if wrong else []
             if states:
@@ -434,18 +451,31 @@ class _Verifier:
             yield Check(name, "finding", text, _where(states[0][1]) if states else "", remedy)
         yield from self._check_logged(outcomes, run, alone if strategy in self.equal and not unmatched else None)
 
+    def _train(self, strategy: str, run: Run, alone: Outcome) -> list[Outcome]:
+        """Return the outcomes of a run; if plain `ddp` refuses a module, of `ddp` that permits unused parameters."""
+        train = partial(run.ranks, self._module, self._samples, self._precision, alone.draws)
+        try:
+            return self._fork(train())
+        except TooLateError:
+            raise
+        except ImpossibleError:
+            if strategy != "ddp":
+                raise
+            permitting = partial(DDPStrategy, find_unused_parameters=True)
+            outcomes = self._fork(replace(run, make_strategy=permitting).ranks(*train.args))
+            self._ddp = "ddp_find_unused_parameters_true"
+            return outcomes
+
     def _check_ranks(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Iterable[Check]:
         """Compare the step of each rank with the step of one process on the same samples."""
         assert self._step is not None
-        trace = partial(_trace_alone, self._module, self._samples, sizes, precision=self._precision)
-        alone = self._fork([partial(trace, rank) for rank in range(len(sizes))])
+        communicates = outcomes[0].communicates
+        trace = partial(_trace_alone, self._module, self._samples, sizes)
+        alone = self._fork([partial(trace, rank, self._precision, communicates) for rank in range(len(sizes))])
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
             found = find_difference(own, other)
             if found is not None and found.is_outside and self._step.finding.draws:
-                return  # as noise of each sample that numpy has drawn
-            if found is not None and own.communicates:
-                yield Check("step of a rank", "note", "the step communicates between ranks", _where(found.line))
-                return
+                continue  # as noise of each sample that numpy has drawn
             if found is not None:
                 yield Check(
                     "step of a rank", "finding",
@@ -501,7 +531,7 @@ class _Verifier:
     def use(self) -> str:
         """Return the arguments of the Trainer to use."""
         if self._weight_by is None:
-            return 'strategy="ddp"' if self._gathers else ""
+            return f'strategy="{self._ddp}"' if self._gathers else ""
         name, kind = self._recommended
         if self._weight_by == "samples":
             return f'strategy="{name}"'

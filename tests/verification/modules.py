@@ -31,7 +31,6 @@ class Module(LightningModule):
         torch.manual_seed(0)
         self.compute = compute or functional.cross_entropy
         self.first, self.last = nn.Linear(5, width), nn.Linear(width, 4)
-        self.normalisation = nn.BatchNorm1d(width)
 
     def forward(self, features):
         return self.last(self.first(features).tanh())
@@ -147,7 +146,12 @@ def class_weighted(logits, labels):
     return functional.cross_entropy(logits, labels, weight)  # here
 
 
-WEIGHTED = (masked, selected, ignored, class_weighted)
+def counted_in_python(logits, labels):
+    count = sum(label > 0 for label in labels.tolist())
+    return (losses(logits, labels) * (labels > 0)).sum() / count  # here
+
+
+WEIGHTED = (masked, selected, ignored, class_weighted, counted_in_python)
 
 
 class Masked(Module):
@@ -247,6 +251,10 @@ def noise_of_python(mask, dtype):
 
 
 class WithNorm(Module):
+    def __init__(self, compute=None):
+        super().__init__(compute)
+        self.normalisation = nn.BatchNorm1d(4)
+
     def forward(self, features):
         return self.last(self.normalisation(self.first(features)))
 
@@ -349,6 +357,39 @@ class Gathering(Module):
         return (features @ every.T).logsumexp(1).mean()
 
 
+class GatheringALog(Module):
+    """Gathers a number to log it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of_rank(batch)
+        self.log("mean_of_ranks", self.all_gather(loss.detach()).mean())
+        return loss
+
+    def loss_of_rank(self, batch):
+        return functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class GatheringALogDivided(GatheringALog):
+    def loss_of_rank(self, batch):
+        return super().loss_of_rank(batch) / self.trainer.world_size  # here
+
+
+class GatheringALogOnOneRank(GatheringALog):
+    def loss_of_rank(self, batch):
+        loss = super().loss_of_rank(batch)
+        if self.global_rank == 0:
+            loss = loss + self(batch[0]).square().mean()  # here
+        return loss
+
+
+class WithUnused(Gathering):
+    """Has a layer that it does not use, for which plain `ddp` ends with an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
 class Repeating(torch.utils.data.Sampler):
     """Gives every rank the same batches."""
 
@@ -364,7 +405,10 @@ class Failing(Module):
         raise ValueError("no such file")
 
 
-OF_RANKS = (DividedByRanks, SamplingDividedByRanks, OnOneRank, Deciding, Scaling, Waiting, Monitored, Remembering)
+OF_RANKS = (
+    DividedByRanks, SamplingDividedByRanks, GatheringALogDivided, GatheringALogOnOneRank, OnOneRank, Deciding, Scaling,
+    Waiting, Monitored, Remembering,
+)  # fmt: skip
 
 
 def line_of(defect):

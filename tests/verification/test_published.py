@@ -21,6 +21,15 @@ def test_a_bug_is_found_and_its_line_is_named(bug):
 
 
 @pytest.mark.slow
+def test_a_division_by_a_number_of_all_ranks_has_its_own_remedy():
+    report, _ = findings_of(published.BoxesOfAllRanks())
+    assert all("divide by the mean of the ranks' numbers" in check.remedy for check in report.findings)
+    assert [check.text for check in report.findings][1:] == [
+        "the gradient is the one of one process, divided by the number of ranks"
+    ]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", published.WITHOUT_A_LINE)
 def test_ranks_that_do_not_synchronise_are_found(bug):
     report, _ = findings_of(bug())

@@ -118,7 +118,7 @@ def test_a_number_of_optimizer_steps_that_depends_on_the_data_is_found():
 
 @pytest.mark.parametrize("module", but_slow(modules.OF_RANKS, modules.OnOneRank, modules.Remembering))
 def test_the_line_at_which_ranks_differ_is_named(module):
-    _, findings = found(module(), limit=12)
+    _, findings = found(module(), limit=20)
     assert any(line_of(module) in check.where for check in findings.values()), findings
 
 
@@ -129,10 +129,26 @@ def test_a_sampler_that_gives_every_rank_the_same_samples_is_named():
     assert line_of(modules.Repeating) in findings["samples of ranks"].where
 
 
-def test_a_step_that_gathers_the_samples_of_all_ranks_is_right():
-    report, findings = found(modules.Gathering())
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [
+        (modules.Gathering, "ddp"),
+        pytest.param(modules.WithUnused, "ddp_find_unused_parameters_true", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_that_gathers_the_samples_of_all_ranks_is_right(module, strategy):
+    report, findings = found(module())
     assert findings == {}
-    assert report.use == 'strategy="ddp"'
+    assert report.use == f'strategy="{strategy}"'
+    assert [check.name for check in report.checks] == [GRADIENT, f"`{strategy}` on 2 ranks"]
+
+
+@pytest.mark.slow
+def test_numbers_that_ranks_gather_for_a_log_hide_nothing():
+    report, findings = found(modules.GatheringALog())
+    assert findings == {}
+    assert {"`ddp` on 2 ranks", "`balanced_ddp` on 2 ranks"} <= {check.name for check in report.checks}
+    assert report.use == 'strategy="balanced_ddp"'
 
 
 def test_finished_batches_are_cut():
