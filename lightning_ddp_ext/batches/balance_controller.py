@@ -110,14 +110,14 @@ class BalanceController:
     The imbalance is the time of the slowest replica relative to the mean, less 1, in the lower quartiles of a window of
     batches. A replica is taken to need a fixed time and a time per sample; a move shows how long the fixed time is.
     Windows grow while nothing moves, and a move that gains little is undone, for longer each time.
-    Every replica keeps at least `least` samples, since its speed could not be measured without any.
+    Every replica keeps at least `least_samples`, since its speed could not be measured without any.
     """
 
     def __init__(self, num_replicas: int, noun: str = "replica") -> None:
         self._noun = noun  # in reasons
         self.shares = [1.0 / num_replicas] * num_replicas
         self.limits: list[int | None] = [None] * num_replicas  # most samples that each replica has memory for
-        self.least = 1  # samples of a replica; batch normalisation needs 2
+        self.least_samples = 1  # of a replica; batch normalisation needs 2
         self._sizes: list[int] = []  # of the batches in the window
         self._window: deque[list[float]] | None = None  # None before the first batch of these sizes
         self._length = WINDOW
@@ -132,7 +132,7 @@ class BalanceController:
 
     def split_sizes(self, batch_size: int) -> list[int]:
         """Divide a batch by the current shares, within the limits as far as other replicas have room."""
-        return divide_by_shares(batch_size, self.shares, self.limits, self.least)
+        return divide_by_shares(batch_size, self.shares, self.limits, self.least_samples)
 
     def observe(self, sizes: Sequence[int], seconds: Sequence[float]) -> Decision | None:
         """Add the chunk sizes and times of a training batch; return a decision if one was made."""
@@ -204,7 +204,7 @@ class BalanceController:
             )
         per_sample = [(time - fixed) / size for time, fixed, size in zip(times, self._fixed, self._sizes, strict=True)]
         shares = _level(sum(self._sizes), self._fixed, per_sample)
-        sizes = divide_by_shares(sum(self._sizes), shares, self.limits, self.least)
+        sizes = divide_by_shares(sum(self._sizes), shares, self.limits, self.least_samples)
         expected = max(fixed + size * one for fixed, size, one in zip(self._fixed, sizes, per_sample, strict=True))
         least = min(max(LEAST, CERTAINTY * _error(window)), MOST)
         if self._batches < self._retry_at or slowest - expected < least * slowest:

@@ -38,11 +38,11 @@ from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.resume.loading import TAKES_WEIGHTS_ONLY, WeightsOnlyLoadMixin, check_checkpoint
 
 RESULTS = "results.json"  # in the run folder
-# The step and the loader of a mode that evaluates a checkpoint.
+# The step of the model and the loader of the data that a mode needs; there is a default `predict_step`.
 _NEEDED = {
     "validate": ("validation_step", "val_dataloader"),
     "test": ("test_step", "test_dataloader"),
-    "predict": ("predict_step", "predict_dataloader"),
+    "predict": (None, "predict_dataloader"),
 }
 # Errors whose message is the whole explanation, at any time of a run.
 _EXPLAINED = (DDPExtError, MisconfigurationException)
@@ -70,21 +70,20 @@ def train(config: DictConfig) -> float | None:
     if trainer.is_global_zero:
         keep_config(config, run.folder)
         _keep_metrics(run.folder)
-    is_training = config.mode == "train"
-    if is_training:
+    trained: dict[str, float] = {}
+    if config.mode == "train":
         _fit(config, run)
-    results = _numbers(trainer)  # at the end of training
-    tested = _test(config, run) if is_training and config.test else {} if is_training else _evaluate(config, run)
-    if trainer.is_global_zero:
-        (run.folder / RESULTS).write_text(json.dumps({**results, **tested}, indent=2))
-        if config.plot and is_training:
-            draw_run(run.folder, trainer)
-        print_results(tested, trainer, run.folder)
-    return read_metric(run.folder, config.optimized_metric) if trainer.is_global_zero else None
-
-
-def _numbers(trainer: Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        trained = {name: float(one) for name, one in trainer.callback_metrics.items() if one.numel() == 1}
+        evaluated = _test(config, run) if config.test else {}
+    else:
+        evaluated = _evaluate(config, run)
+    if not trainer.is_global_zero:
+        return None
+    (run.folder / RESULTS).write_text(json.dumps({**trained, **evaluated}, indent=2))
+    if config.plot and config.mode == "train":
+        draw_run(run.folder, trainer)
+    print_results(evaluated, trainer, run.folder)
+    return read_metric(run.folder, config.optimized_metric)
 
 
 def read_metric(folder: Path, name: str | None) -> float | None:
@@ -152,11 +151,7 @@ def _loading(config: DictConfig, run: _Run, path: str | None) -> dict[str, bool]
 def _evaluate(config: DictConfig, run: _Run) -> Mapping[str, float]:
     """Validate, test or predict with the weights of `ckpt_path`."""
     mode, trainer, path = config.mode, run.trainer, config.ckpt_path
-    step, loader = _NEEDED[mode]
-    needed = {f"`{step}` of the model": (step, run.model), f"`{loader}` of the data": (loader, run.data)}
-    if mode == "predict":  # the default step calls the model
-        del needed[f"`{step}` of the model"]
-    missing = [text for text, (name, part) in needed.items() if not is_overridden(name, part)]
+    missing = _find_missing(mode, run)
     if missing:
         raise LaunchError(f"`mode={mode}` needs a {' and a '.join(missing)}. Define it, or use another mode.")
     if mode == "predict" and not any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):  # type: ignore[attr-defined]
@@ -172,8 +167,15 @@ def _evaluate(config: DictConfig, run: _Run) -> Mapping[str, float]:
         return merge_results(getattr(trainer, mode)(run.model, verbose=False, **arguments))
 
 
+def _find_missing(mode: str, run: _Run) -> list[str]:
+    """Return what model and data lack for a mode that evaluates, in words."""
+    step, loader = _NEEDED[mode]
+    needed = [(step, run.model, "model"), (loader, run.data, "data")]
+    return [f"`{name}` of the {noun}" for name, part, noun in needed if name and not is_overridden(name, part)]
+
+
 def _test(config: DictConfig, run: _Run) -> Mapping[str, float]:
-    if not is_overridden("test_step", run.model) or not is_overridden("test_dataloader", run.data):
+    if _find_missing("test", run):
         rank_zero_info("Not tested: the model has no `test_step`, or the data no `test_dataloader`.")
         return {}
     keep_weights_for_testing(run.trainer)

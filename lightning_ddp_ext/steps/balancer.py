@@ -76,7 +76,7 @@ class ShareBalancer:
         """Let the shares of a table follow the speed of the ranks, from the present shares on."""
         self._tables.append(table)
         if self.controller is not None:
-            self.controller.least = 1 + table.avoids_single_samples
+            self.controller.least_samples = 1 + table.avoids_single_samples
             table.change(0, self.controller.shares, self.controller.limits)
 
     def begin_batch(self, shared: SharedBatch) -> None:

@@ -82,7 +82,8 @@ class BatchDivision:
         """Return how many samples of a batch each replica gets."""
         sizes, limits = self._rule.divide(batch_size, num_replicas), self._rule.limits
         if self._controller is not None:
-            self._controller.least = 1 + avoids_single_samples
+            if avoids_single_samples:  # from now on, also in evaluation and for `split_sizes` of the strategy
+                self._controller.least_samples = 2
             sizes, limits = self._controller.split_sizes(batch_size), tuple(self._controller.limits)
         return avoid_single_samples(sizes, limits) if avoids_single_samples else sizes
 

@@ -18,17 +18,17 @@ def test_two_samples_for_batch_normalisation_respect_the_limits_and_keep_a_slow_
 
 
 def test_a_controller_that_knows_the_two_samples_settles_on_a_slow_rank():
-    decisions = {}
-    for least in (1, 2):
+    moves = {1: 0, 2: 0}
+    for least in moves:
         controller, table = BalanceController(2), ShareTable(ChunkRule(None, None, "auto"), 2, True)
-        controller.least = least
+        controller.least_samples = least
         for number in range(60):
             table.change(number, controller.shares, controller.limits)
             sizes = table.division(number, True).divide(16, None).sizes
             decision = controller.observe(sizes, [0.001 * sizes[0], 0.1 * sizes[1]])
-            decisions.setdefault(least, []).extend(["moves"] if decision and decision.before != decision.after else [])
-    assert len(decisions[2]) == 1  # to 14, 2
-    assert len(decisions[1]) > 3
+            moves[least] += decision is not None and decision.before != decision.after
+    assert moves[2] == 1  # to 14, 2
+    assert moves[1] > 3
 
 
 def test_a_batch_size_is_refused_that_leaves_a_rank_without_two_samples():
