@@ -35,7 +35,8 @@ def test_a_job_trains_on_two_nodes(slurm, tmp_path):
     (folder,) = tmp_path.glob("runs/*/*/*")
     assert folder == tmp_path / "runs" / "slurm" / job / "0"
     assert {path.name for path in folder.iterdir()} == {
-        ".hydra", "checkpoints", "config.yaml", "hparams.yaml", "metrics.csv", "train.log", "train_rank_1.log"
+        ".hydra", "checkpoints", "config.yaml", "hparams.yaml", "metrics.csv", "results.json",
+        "train.log", "train_rank_1.log",
     }  # fmt: skip
     config = OmegaConf.load(folder / "config.yaml")
     assert (config.trainer.num_nodes, config.trainer.devices, config.cluster.num_nodes) == (2, 1, 2)
