@@ -2,23 +2,34 @@
 
 import csv
 import importlib.util
+import itertools
 import math
+import re
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_ddp_ext._output import print_table
-from lightning_ddp_ext.callbacks import BalanceReport
+from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _AROUND = 4  # batches on both sides of a running median
+_DECADES = 30  # the loss is drawn on a logarithmic axis if it falls by this factor
+_COLOURS = {"train": "tab:blue", "val": "tab:orange", "test": "tab:green"}
+_STAGE = re.compile(r"(?:^|[_/])(train|val|test)")  # in the name of a logged value; without one, it is of training
+_OF_REPORT = re.compile(r"(replica|rank)_\d+/")
 
 
 class LaunchSummary(Callback):
@@ -27,6 +38,7 @@ class LaunchSummary(Callback):
     def __init__(self, folder: Path, strategy: str) -> None:
         self.has_begun = False
         self.resumes: str | None = None  # the checkpoint that the run is to resume from
+        self.title = ""  # of the plot
         self._folder = folder
         self._strategy = strategy
 
@@ -44,8 +56,10 @@ class LaunchSummary(Callback):
             )
         table = two_columns("Launch")
         table.add_row("strategy", self._strategy)
-        table.add_row("model", type(pl_module).__name__)
-        table.add_row("data", type(trainer.datamodule).__name__)  # type: ignore[attr-defined]
+        model, data = type(pl_module).__name__, type(trainer.datamodule).__name__  # type: ignore[attr-defined]
+        table.add_row("model", model)
+        table.add_row("data", data)
+        self.title = f"{self._strategy}: {model}, {data}"
         if source is not None:
             table.add_row("checkpoint", str(source))
         per_process = getattr(trainer.train_dataloader, "batch_size", None)
@@ -55,7 +69,9 @@ class LaunchSummary(Callback):
             batch_size = per_process * (1 if is_shared else trainer.world_size)
             table.add_row("global batch size", str(batch_size))
             accumulated = f" ({trainer.accumulate_grad_batches} batches)" if trainer.accumulate_grad_batches > 1 else ""
-            table.add_row("samples per optimizer step", f"{batch_size * trainer.accumulate_grad_batches}{accumulated}")
+            samples = batch_size * trainer.accumulate_grad_batches
+            table.add_row("samples per optimizer step", f"{samples}{accumulated}")
+            self.title += f", {samples} samples per optimizer step"
         batches = trainer.num_training_batches
         if math.isinf(batches):
             table.add_row("steps per epoch", "unknown: the loader has no length")
@@ -113,52 +129,105 @@ def _relative(folder: Path) -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-def draw_run(folder: Path, trainer: Trainer) -> None:
-    """Draw loss and metrics of `metrics.csv`, and the chunk and time of each replica, into `run.png`."""
-    panels = _read_panels(folder / "metrics.csv", trainer)
-    if not any(panels.values()):
+@dataclass(slots=True)
+class _Panel:
+    """The points of each curve, by its name."""
+
+    title: str
+    x: str = "optimizer step"
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+
+
+def draw_run(folder: Path, trainer: Trainer, title: str = "") -> None:
+    """Draw loss and metrics of `metrics.csv`, and samples and times of each replica or rank, into `run.png`."""
+    panels = [*_read_metrics(folder / "metrics.csv"), *_read_reports(trainer)]
+    if not any(panel.curves for panel in panels):
         return
     if importlib.util.find_spec("matplotlib") is None:
         warnings.warn("no plot: matplotlib is not installed. Run `pip install matplotlib`.", stacklevel=2)
         return
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    drawn = [title for title in panels if panels[title] or title in ("loss", "metrics")]
-    figure = Figure(figsize=(11, 1.7 * len(drawn)), layout="constrained")
-    for axis, title in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
-        is_of_replicas = "replica" in title
-        for name, points in sorted(panels[title].items()):
-            steps, values = zip(*points, strict=True)
-            if is_of_replicas:
-                values = tuple(median(values[max(0, i - _AROUND) : i + _AROUND + 1]) for i in range(len(values)))
-            marker = "o" if len(points) == 1 or not (is_of_replicas or "step" in name) else None
-            axis.plot(steps, values, label=name, marker=marker, markersize=3)
-        axis.set(title=title, xlabel="batch" if is_of_replicas else "optimizer step")
+    figure = Figure(figsize=(11, 0.4 + 1.7 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    for axis, panel in zip(figure.subplots(len(panels) // 2, 2).flat, panels, strict=True):
+        (_draw_stages if panel.x == "optimizer step" else _draw_replicas)(axis, panel)
+        axis.set(title=panel.title, xlabel=panel.x)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        if panels[title]:
+        if panel.curves:
             axis.legend(fontsize="small", frameon=False)
     figure.savefig(folder / "run.png", dpi=120)
 
 
-def _read_panels(path: Path, trainer: Trainer) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return the points of each curve, by the title of its panel and its name."""
-    loss, metrics, samples, times = (defaultdict[str, list[tuple[int, float]]](list) for _ in range(4))
+def _draw_stages(axis: "Axes", panel: _Panel) -> None:
+    """Draw one colour for training, validation and test each, and the last value of the test as a star."""
+    styles = {stage: itertools.cycle(["-", "--", "-.", ":"]) for stage in _COLOURS}
+    for name, points in sorted(panel.curves.items(), key=lambda curve: (len(curve[1]) > 1, curve[0]), reverse=True):
+        found = _STAGE.search(name)
+        stage = found[1] if found else "train"
+        options: dict[str, Any] = {"label": name, "color": _COLOURS[stage]}
+        if stage == "test" or len(points) == 1:
+            step, value = points[-1]
+            axis.plot(step, value, "*", **options | {"label": f"{name}: {value:.4g}"}, markersize=12, zorder=3)
+        else:
+            if name.endswith("_step"):
+                options |= {"alpha": 0.5, "linewidth": 1}
+            else:
+                options |= {"marker": "o", "markersize": 3, "linestyle": next(styles[stage])}
+            axis.plot(*zip(*points, strict=True), **options)
+    values = [value for points in panel.curves.values() for _, value in points]
+    if panel.title == "loss" and values and max(values) > _DECADES * min(values) > 0:
+        axis.set_yscale("log")
+
+
+def _draw_replicas(axis: "Axes", panel: _Panel) -> None:
+    marker = "o" if panel.x == "epoch" else None
+    for number, (name, points) in enumerate(panel.curves.items()):
+        colour = f"C{number + len(_COLOURS)}"  # none of the stages'
+        axis.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=3)
+    axis.set_ylim(bottom=0)
+
+
+def _read_metrics(path: Path) -> list[_Panel]:
+    loss, metrics = _Panel("loss"), _Panel("metrics")
     if path.is_file():
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 for name, value in row.items():
-                    if value and name not in ("step", "epoch") and not name.startswith("replica_"):
-                        (loss if "loss" in name else metrics)[name].append((int(row["step"]), float(value)))
-    reports = [callback for callback in trainer.callbacks if isinstance(callback, BalanceReport)]  # type: ignore[attr-defined]
-    for record in (record for report in reports for record in report.records):
-        name = f"replica {record.replica} ({record.device})"
-        samples[name].append((record.batch, record.chunk))
-        times[name].append((record.batch, 1000 * record.seconds))
-    smoothed = f"median of {2 * _AROUND + 1} batches"
-    return {
-        "loss": loss,
-        "metrics": metrics,
-        f"samples of each replica, {smoothed}": samples,
-        f"ms of each replica, {smoothed}": times,
-    }
+                    if value and name not in ("step", "epoch") and not _OF_REPORT.match(name):
+                        panel = loss if "loss" in name else metrics
+                        panel.curves[name].append((int(row["step"]), float(value)))
+    return [loss, metrics]
+
+
+def _read_reports(trainer: Trainer) -> list[_Panel]:
+    """Return samples and times of each replica in each batch, or of each rank in each epoch."""
+    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for report in callbacks:
+        if isinstance(report, BalanceReport) and report.records:
+            noun = "rank" if isinstance(trainer.strategy, BalancedDDPStrategy) else "replica"
+            smoothed = f"median of {2 * _AROUND + 1} batches"
+            samples, times = (_Panel(f"{what} of each {noun}, {smoothed}", "batch") for what in ("samples", "ms"))
+            for record in report.records:
+                name = f"{noun} {record.replica} ({record.device})"
+                samples.curves[name].append((record.batch, record.chunk))
+                times.curves[name].append((record.batch, 1000 * record.seconds))
+            for panel in (samples, times):
+                panel.curves = {name: _smooth(points) for name, points in panel.curves.items()}
+            return [samples, times]
+    for report in callbacks:
+        if isinstance(report, JoinReport) and report.records:
+            samples, times = (_Panel(f"{what} of each rank", "epoch") for what in ("samples", "seconds without data"))
+            for epoch in report.records:
+                samples.curves[f"rank {epoch.rank}"].append((epoch.epoch, epoch.samples))
+                times.curves[f"rank {epoch.rank}"].append((epoch.epoch, epoch.shadow_seconds))
+            return [samples, times]
+    return []
+
+
+def _smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    values = [value for _, value in points]
+    return [(x, median(values[max(0, i - _AROUND) : i + _AROUND + 1])) for i, (x, _) in enumerate(points)]

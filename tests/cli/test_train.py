@@ -1,6 +1,5 @@
 """Launches that are refused before any rank waits for another, and the run folder."""
 
-import importlib.util
 import os
 import shutil
 import socket
@@ -17,10 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.callbacks import BalanceReport
-from lightning_ddp_ext.callbacks.reports import ReplicaRecord
 from lightning_ddp_ext.cli import validate
-from lightning_ddp_ext.cli.report import LaunchSummary, draw_run
+from lightning_ddp_ext.cli.report import LaunchSummary
 from lightning_ddp_ext.cli.settings import LaunchError
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 from lightning_ddp_ext.cli.validate import check_run, has_process_group, prepare_config
@@ -187,19 +184,3 @@ def test_the_launch_shows_model_data_and_checkpoint(tmp_path, capsys):
     ):
         assert "│ checkpoint │ none: training starts from the beginning │" in launch("last")
     assert "last.ckpt" in launch("last")
-
-
-def test_curves_and_replicas_are_drawn(tmp_path, monkeypatch):
-    report = BalanceReport()
-    report.records = [ReplicaRecord(batch, replica, "cpu", 4, 0.01, 0.0) for batch in range(20) for replica in (0, 1)]
-    trainer = SimpleNamespace(callbacks=[report])
-    draw_run(tmp_path, SimpleNamespace(callbacks=[]))  # without curves and records
-    find_spec = importlib.util.find_spec
-    with monkeypatch.context() as without:
-        without.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-        with pytest.warns(UserWarning, match="Run `pip install matplotlib`"):
-            draw_run(tmp_path, trainer)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "metrics.csv").write_text("step,epoch,train_loss,accuracy\n1,0,0.5,\n2,0,,0.9\n3,0,0.4,\n")
-    draw_run(tmp_path, trainer)
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
