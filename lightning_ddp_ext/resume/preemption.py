@@ -50,6 +50,8 @@ class _Shielded:
 
 def shield_workers(loader: object, rank: int, requeue_signal: signal.Signals) -> None:
     """Keep the workers of a loader alive after a signal to the process group, until their rank ends them."""
+    if not hasattr(os, "setpgid"):  # Windows signals no groups
+        return
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, _Shielded):
         return
     initialize = loader.worker_init_fn
@@ -105,8 +107,8 @@ class PreemptionHandler:
     def _register(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows signal handlers in the main thread only
-        self._replace(signal.SIGTERM, STOP)
-        self._replace(self.requeue_signal, REQUEUE)
+        for signum, request in {self.requeue_signal: REQUEUE, signal.SIGTERM: STOP}.items():
+            self._replace(signum, request)
 
     def _replace(self, signum: signal.Signals, request: int) -> None:
         previous = signal.getsignal(signum)
@@ -163,7 +165,7 @@ def requeue_job(environ: Mapping[str, str]) -> None:
 def _requeue_signal(trainer: Trainer) -> signal.Signals:
     environment = _slurm(trainer)
     own = None if environment is None else environment.requeue_signal
-    return signal.SIGUSR1 if own is None else own
+    return getattr(signal, "SIGUSR1", signal.SIGTERM) if own is None else own  # Windows has no SIGUSR1
 
 
 def _slurm(trainer: Trainer) -> SLURMEnvironment | None:
