@@ -200,13 +200,14 @@ def test_an_example_starts_its_second_rank(name):
     check_agreement(run(f"examples/{name}.py"))
 
 
-NOTEBOOK = ROOT / "examples" / "digits.ipynb"
+NOTEBOOKS = pytest.mark.parametrize(("name", "pictures"), [("digits", 2), ("two_gpus", 0)])
 
 
 def outputs_of(notebook):
     """Return the printed lines, and the number of pictures, of a notebook; fail with its errors and warnings."""
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
-    assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert not [output for output in outputs if output.get("name") == "stderr"]
     printed = "".join("".join(one["text"]) for one in outputs if one["output_type"] == "stream")
     return printed.splitlines(), sum("image/png" in output.get("data", {}) for output in outputs)
 
@@ -217,17 +218,19 @@ def agrees_with_one_device(printed):
     return max(differences) < 1e-12
 
 
-def test_the_notebook_holds_its_outputs():
-    printed, pictures = outputs_of(json.loads(NOTEBOOK.read_text()))
+@NOTEBOOKS
+def test_a_notebook_holds_its_outputs(name, pictures):
+    printed, drawn = outputs_of(json.loads((ROOT / "examples" / f"{name}.ipynb").read_text()))
     assert agrees_with_one_device(printed)
-    assert pictures == 2
+    assert drawn == pictures
 
 
 @pytest.mark.slow
-def test_the_notebook_prints_what_it_holds():
+@NOTEBOOKS
+def test_a_notebook_prints_what_it_holds(name, pictures):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    notebook = nbformat.read(NOTEBOOK, 4)
-    held, pictures = outputs_of(notebook)
+    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", 4)
+    held, _ = outputs_of(notebook)
     nbclient.NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     ).execute()
