@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_ddp_ext._lightning import NAME, ClusterEnvironment, DDPStrategy, FSDPStrategy, PossibleUserWarning
+from lightning_ddp_ext.cli.devices import DeviceSpeed, describe_devices, measure_device
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
@@ -35,7 +36,7 @@ from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf.schemas import use_lightning
 from lightning_ddp_ext.consistency import compare_setups
 from lightning_ddp_ext.distributed.backends import limits_of_descriptors
-from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
+from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, list_ranks
 from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses, node_name
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import (
@@ -122,6 +123,7 @@ class Diagnosis:
     num_nodes: int = 1
     progress: RendezvousProgress = field(default_factory=RendezvousProgress)
     network: ChosenNetwork | None = None
+    devices: list[DeviceSpeed] = field(default_factory=list)  # of each rank, or of each replica
     all_reduce: list[AllReduceTime] = field(default_factory=list)
     trials: dict[str, str] = field(default_factory=dict)  # the result of each
     failed: str | None = None
@@ -167,6 +169,7 @@ class Diagnosis:
             ("versions", ", ".join(versions)),
             # Rank 0 of `ddp_join` needs 6 a rank: for three process groups, and for as many connections to its store.
             ("open files", f"{soft}, raised to {hard} if needed: up to {hard // 6} ranks" if hard else ""),
+            ("devices", describe_devices(self.devices, "replica" if self.progress.backend is None else "rank")),
             ("all-reduce", _list_times(self.all_reduce, self.world_size)),
             *self.trials.items(),
         ]
@@ -320,6 +323,7 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     check_run(config, config.hydra, trainer)
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy | FSDPStrategy):
+        diagnosis.devices = [measure_device(one) for one in dict.fromkeys(getattr(strategy, "devices", ()))]
         if trainer.world_size > 1:
             raise LaunchError(
                 f"`strategy={choices.strategy}` makes a {type(strategy).__name__}, whose processes `doctor` does"
@@ -338,6 +342,7 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
             strategy.accelerator.setup_device(strategy.root_device)
             diagnosis.network = connection.open(strategy, diagnosis.progress)
             compare_setups(describe_versions_of_run())
+            diagnosis.devices = gather_objects(measure_device(strategy.root_device))
             diagnosis.all_reduce = measure_all_reduce(strategy.root_device)
             for name, result, problem in run_trials(strategy, connection) if options.selftest else ():
                 diagnosis.trials[name] = "" if problem else result  # the verdict has the problem

@@ -222,7 +222,7 @@ def ended(outcome, code):
 
 def test_a_healthy_node_has_a_row_for_each_step(outcomes):
     found = Printed.parse(ended(outcomes["healthy"], 0))
-    steps = ["settings", "nodes", "backend", "rendezvous", "network", "versions", "open files", "all-reduce"]
+    steps = ["settings", "nodes", "backend", "rendezvous", "network", "versions", "open files", "devices", "all-reduce"]
     assert list(found.rows) == steps
     text = {step: text for step, (text, _) in found.rows.items()}
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
