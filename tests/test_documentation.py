@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -198,6 +199,15 @@ def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with
 @pytest.mark.parametrize("name", ["gan", "fabric_loop", "plain_torch_loop"])
 def test_an_example_starts_its_second_rank(name):
     check_agreement(run(f"examples/{name}.py"))
+
+
+@pytest.mark.slow
+def test_ranks_that_map_a_dataset_hold_it_once():
+    printed = run("examples/shared_dataset.py", "64")
+    (Path(tempfile.gettempdir()) / "rows_64.pt").unlink()
+    taken = {how: float(times) for how, times in re.findall(r"(mapped|read): 4 ranks take (\S+) times", printed)}
+    assert 0.9 < taken["mapped"] < 1.1
+    assert taken["read"] > 3.5
 
 
 NOTEBOOKS = pytest.mark.parametrize(("name", "pictures"), [("digits", 2), ("two_gpus", 0)])
