@@ -1,8 +1,8 @@
 """Four ranks share one copy of a dataset in memory.
 
 Run it with `python examples/shared_dataset.py [MEGABYTES]`. Lightning calls `prepare_data` in one process of each
-machine; it writes the tensors into a file. In `setup` every rank maps the file, whose pages the kernel keeps once for all
-of them. A process that is killed leaves no memory behind, and no incomplete file of that name.
+machine; it writes the tensors into a file. In `setup` every rank maps the file, whose pages the kernel keeps once for
+all of them. A process that is killed leaves no memory behind, and no incomplete file of that name.
 """
 
 import sys
@@ -41,6 +41,7 @@ class Rows(pl.LightningDataModule):
         rows = torch.load(self.path, mmap=self.is_mapped, weights_only=True)["rows"]
         self.train = TensorDataset(rows)
         rows.sum()  # a page is read when it is used
+        assert self.trainer is not None
         strategy = self.trainer.strategy
         strategy.barrier()
         taken = torch.tensor(float(psutil.Process().memory_full_info().pss - before))
