@@ -94,7 +94,8 @@ class Connection:
             network_interface=self.network_interface,
             num_nodes=strategy.num_nodes,
             channels=getattr(strategy, "channels", 1),
-            device_id=strategy.root_device,
+            # A group that is bound to a device refuses tensors of another one.
+            device_id=strategy.root_device if getattr(strategy, "move_to_device", True) else None,
             progress=progress,
         )
         if network is not None:

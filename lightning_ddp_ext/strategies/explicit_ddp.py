@@ -43,7 +43,7 @@ from lightning_ddp_ext._lightning import (
     TrainerFn,
 )
 from lightning_ddp_ext._output import log_start, rank_zero_info
-from lightning_ddp_ext._validation import check_choice, check_integer, refuse_unknown
+from lightning_ddp_ext._validation import check_choice, check_flag, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import BatchWeights, WeightBy
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
@@ -112,6 +112,8 @@ class ExplicitDDPStrategy(
             None for no limit. A slow rank does give signs of life; `timeout` limits the wait for it.
         prefetch: Number of training batches that a thread fetches, collates and copies to the device while the current
             one trains, also without workers; 0 for none.
+        move_to_device: Whether the module is moved to the device of the rank. False for a module that has placed its
+            parameters on several devices.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
@@ -148,9 +150,11 @@ class ExplicitDDPStrategy(
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
         stall_timeout: timedelta | float | None = _ONE_MINUTE,
         prefetch: int = 0,
+        move_to_device: bool = True,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, type(self))
+        check_flag("move_to_device", move_to_device)
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
         objects: dict[str, Any] = {
             "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
@@ -166,7 +170,7 @@ class ExplicitDDPStrategy(
             bucket_cap_mb=bucket_cap_mb, weight_by=weight_by, batch_dim=batch_dim,
             activation_checkpointing=activation_checkpointing,
         )  # fmt: skip
-        self.prefetch = prefetch
+        self.prefetch, self.move_to_device = prefetch, move_to_device
         self.comm_hook = ddp_comm_hook
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self.comm_hook = ddp_comm_wrapper(ddp_comm_hook)
@@ -242,6 +246,7 @@ class ExplicitDDPStrategy(
             "process_group_backend": self.process_group_backend,
             "ddp_comm_hook": self.comm_hook,
             "stall_timeout": self._watch.limit,
+            "move_to_device": self.move_to_device,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
@@ -295,6 +300,11 @@ class ExplicitDDPStrategy(
             )  # fmt: skip
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
         log_start(f"{type(self).__name__} on {ranks}: {self.division}.", meaning)
+
+    @override
+    def model_to_device(self) -> None:
+        if self.move_to_device:
+            super().model_to_device()
 
     @property
     def predictions(self) -> Predictions:

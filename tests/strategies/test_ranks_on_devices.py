@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import BalancedDDPStrategy, ClassWeights
+from lightning_ddp_ext import BalancedDDPStrategy, ClassWeights, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._devices import widened, widest_float
 from lightning_ddp_ext.batches import sample_counts
 from lightning_ddp_ext.fabric.loop_strategy import _reduce_rows
@@ -161,3 +161,54 @@ def test_strategies_train_on_devices_without_double_precision(virtual_devices, s
     assert limited[0].keys() == usual[0].keys()
     for name, value in usual[0].items():
         torch.testing.assert_close(torch.tensor(limited[0][name]), torch.tensor(value), rtol=1e-5, atol=1e-6)
+
+
+class Placed(Network):
+    """Has its first layers on the rank's device and the other ones on another device."""
+
+    def configure_model(self):
+        if os.environ["TESTS_ACCELERATOR"] == "virtual":
+            self.network[:3].to(f"virtual:{RANK}")
+            self.network[3].to(f"virtual:{2 + RANK}")
+            self.extra.to(f"virtual:{2 + RANK}")
+
+    def training_step(self, batch, batch_idx):
+        features = batch[0].float()
+        last = self.network[3]
+        logits = last(self.network[:3](features).to(last.weight.device))
+        if batch_idx % 2 == 0 or self.global_rank == 0:
+            logits = logits + self.extra(features.to(logits.device))
+        loss = functional.cross_entropy(logits, batch[1].to(logits.device))
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_end(self):
+        self.places = [str(parameter.device) for parameter in self.parameters()]
+
+
+def train_placed(strategy):
+    kinds = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+    torch.manual_seed(5 + RANK)
+    module = Placed()
+    data, used = loader(*COUNTS[strategy]), kinds[strategy](move_to_device=False)
+    fit(module, data, strategy=used, precision="32-true", max_epochs=2)
+    if os.environ["TESTS_ACCELERATOR"] == "virtual":
+        from tests import virtual_accelerator
+
+        virtual_accelerator.check()
+    return module.places, {name: value.tolist() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_module_that_a_rank_has_placed_on_two_devices_trains_there_with_the_numbers_of_the_cpu(
+    virtual_devices, strategy
+):
+    on_devices, on_cpus = (
+        run_processes(train_placed, 2, strategy, env={"TESTS_ACCELERATOR": accelerator})
+        for accelerator in ("virtual", "cpu")
+    )
+    for rank, (places, state) in enumerate(on_devices):
+        assert places == [f"virtual:{rank}"] * 4 + [f"virtual:{2 + rank}"] * 4
+        assert state == on_devices[0][1]
+        for name, value in on_cpus[0][1].items():
+            torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(value), rtol=1e-5, atol=1e-6)

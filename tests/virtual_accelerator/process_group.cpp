@@ -169,8 +169,12 @@ class VirtualCcl final : public Backend {
     for (auto& t : tensors) {
       const bool fits = t.is_privateuseone() && t.is_non_overlapping_and_dense() && t.scalar_type() != at::kShort;
       TORCH_CHECK(fits, "virtual_ccl: tensors must be virtual, dense and of a type that NCCL has, got ", t.toString());
-      if (device_ < 0) stream_ = new_stream(device_ = t.device().index());
-      TORCH_CHECK(t.device().index() == device_, "virtual_ccl: group ", name_, " is not on ", t.device());
+      if (t.device().index() == device_) continue;
+      const bool may_move = device_ < 0 || (!getBoundDeviceId() && &t == &tensors[0]);  // NCCL: a communicator a device
+      TORCH_CHECK(may_move, "virtual_ccl: group ", name_, " is not on ", t.device());
+      const auto [known, is_new] = streams_.try_emplace(device_ = t.device().index());
+      if (is_new) known->second = new_stream(device_);
+      stream_ = known->second;
     }
   }
   static Tensors copies(const Tensors& tensors) {
@@ -208,7 +212,8 @@ class VirtualCcl final : public Backend {
   std::string name_, ranks_;
   std::shared_ptr<Order> order_;
   std::atomic<bool> is_aborted_{false};
-  int device_ = -1, stream_ = 0;
+  int device_ = -1, stream_ = 0;  // of the last collective
+  std::map<int, int> streams_;  // of each device
   uint64_t number_ = 0;
 };
 }  // namespace virtual_accelerator
