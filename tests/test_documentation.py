@@ -36,7 +36,9 @@ def run(*arguments):
 def test_the_readmes_program_prints_what_it_says(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
-    found = re.search(r"Apart from Lightning's own output, this prints\n\n```\n(.*?)```", README, re.DOTALL)
+    found = re.search(
+        r"Apart from messages of Lightning and of the strategy, this prints\n\n```\n(.*?)```", README, re.DOTALL
+    )
     promised = found[1].splitlines()
     printed = [line for line in run(program).splitlines() if line.startswith(("Single", "Balanced"))]
     assert [line.split(" loss ")[0] for line in printed] == [line.split(" loss ")[0] for line in promised]

@@ -1,5 +1,6 @@
 """Explicit gradient synchronisation after any backward pass: the base of the strategies with one process per device."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -38,6 +39,7 @@ from lightning_ddp_ext._lightning import (
     DDPStrategy,
     LightningModule,
     MixedPrecision,
+    PossibleUserWarning,
     Precision,
     Trainer,
     TrainerFn,
@@ -330,7 +332,10 @@ class ExplicitDDPStrategy(
     def _preparing_loader(self) -> Iterator[None]:
         self.is_preparing_loader = True
         try:
-            yield
+            with warnings.catch_warnings():
+                if self.agrees:  # no sample is repeated
+                    warnings.filterwarnings("ignore", "Using `DistributedSampler` with", PossibleUserWarning)
+                yield
         finally:
             self.is_preparing_loader = False
 
