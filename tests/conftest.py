@@ -18,7 +18,7 @@ from tests.support import devices
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["tests.virtual_accelerator.fixtures"]
+pytest_plugins = ["tests.support.rank_tests", "tests.virtual_accelerator.fixtures"]
 
 
 def pytest_addoption(parser):

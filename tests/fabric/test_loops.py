@@ -91,7 +91,8 @@ class Run:
                     return
 
 
-def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) -> None:
     for stream, shares in ((False, False), (True, False), (False, True), (True, True)):
         path = Path(folder) / f"{stream}-{shares}.ckpt"
         whole = Run(path, stream=stream, shares=shares).digests
@@ -104,7 +105,8 @@ def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) ->
         assert gather(whole) == [whole] * WORLD_SIZE
 
 
-def loading_inside_of_a_loop_and_before_setup(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_loading_inside_of_a_loop_and_before_setup(folder: str) -> None:
     """A reducer knows after loading before `setup` what another one has learned before the checkpoint."""
     path = Path(folder) / "other times.ckpt"
     fabric = launched(DDPCheckpointStrategy())
@@ -123,7 +125,8 @@ def loading_inside_of_a_loop_and_before_setup(folder: str) -> Any:
     assert fabric.strategy._reducer.state_dict()["layout"] == learned["layout"] != []
 
 
-def every_sample_is_used_once_and_loops_end_together(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_every_sample_is_used_once_and_loops_end_together() -> None:
     fabric = launched()
     data = TensorDataset(*samples(7))
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2))
@@ -136,7 +139,8 @@ def every_sample_is_used_once_and_loops_end_together(folder: str) -> Any:
         assert sorted(chain(*chain(*epochs))) == list(range(7))
 
 
-def values_are_those_of_the_active_ranks(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_values_are_those_of_the_active_ranks() -> None:
     fabric = launched()
     batches = [torch.full((1,), float(10 * RANK + number)) for number in range(2 - min(RANK, 1))]
     loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=None), use_distributed_sampler=False)
@@ -173,7 +177,8 @@ def values_are_those_of_the_active_ranks(folder: str) -> Any:
     assert fabric.all_gather(torch.tensor(RANK)).tolist() == [0, 1]
 
 
-def two_models_have_one_order_of_messages(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_two_models_have_one_order_of_messages() -> None:
     """A generator whose gradient passes through the discriminator, set up one after the other."""
     fabric = launched(DDPCheckpointStrategy())
     torch.manual_seed(RANK)
@@ -199,7 +204,8 @@ def two_models_have_one_order_of_messages(folder: str) -> Any:
     assert len(set(digests)) == 3
 
 
-def windows_may_be_dropped(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_windows_may_be_dropped() -> None:
     """Accumulate windows of 2 of 3 batches, of which rank 1 has 0 or 2; hooks see the gradients of all ranks."""
     for number, *others in product((0, 2), (True, False), (False, True)):
         expected = (4 * 1 + 2 * 2) / 6 if number == 0 else (4 * 1 + 2 * 2 + 1 * 3 + 3 * 5) / 10
@@ -273,7 +279,8 @@ def accumulate(strategy: Any, batches: Any, loop: str) -> tuple[float, float]:
     return float(model.weight.grad), optimizer.optimizer.loss
 
 
-def windows_with_several_backward_passes(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_windows_with_several_backward_passes() -> None:
     """Micro-batches count once, and a window ends with the next batch."""
     for rule, batches, loop in product(("samples", "sum"), (EVEN, UNEVEN), LOOPS):
         gradient, loss = accumulate(DDPJoinStrategy(weight_by=rule), batches, loop)
@@ -297,7 +304,8 @@ def of_one_process(rule: str, batches: Any, loop: str) -> float:
     return float({"another step": combine(last), LOOPS[3]: whole + combine(last)}.get(loop, whole))
 
 
-def loops_that_differ(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_loops_that_differ() -> None:
     """Leave out different batches on the ranks, and take batches ahead; return the errors and the warning."""
     said = {}
     for name, make in (("ddp_join", DDPJoinStrategy), ("balanced_ddp", lambda: BalancedDDPStrategy(split=[1, 1]))):
@@ -346,7 +354,8 @@ def loops_that_differ(folder: str) -> Any:
         ), text  # fmt: skip
 
 
-def errors_say_what_to_do(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_errors_say_what_to_do() -> None:
     fabric = launched(DDPCheckpointStrategy())
     model = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -480,7 +489,8 @@ def shared_batches_after_the_checkpoint(folder: str) -> Any:
     return *share(folder, None, resumes=True), refused, second
 
 
-def batches_taken_ahead(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_batches_taken_ahead() -> None:
     """Rank 1 lacks the third batch. Gradients are exact with a weight for each batch; one for a copy is an error."""
     fabric = launched()
     model = fabric.setup(nn.Linear(1, 1, bias=False))
@@ -507,7 +517,8 @@ def batches_taken_ahead(folder: str) -> Any:
     assert said.startswith(f"ValueError: {about}") if RANK else not said
 
 
-def a_gradient_penalty(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_a_gradient_penalty(folder: str) -> None:
     """A penalty on the gradient of the output; a checkpoint in a window is a warning."""
     fabric = launched(DDPCheckpointStrategy())
     model = fabric.setup(nn.Linear(1, 1, bias=False))
@@ -524,7 +535,8 @@ def a_gradient_penalty(folder: str) -> Any:
     assert sum("checkpoint lacks" in str(one.message) for one in caught) == (RANK == 0)
 
 
-def shares_follow_the_speed(folder: str) -> list[int]:
+@pytest.mark.ranks(2)
+def test_shares_follow_the_speed() -> None:
     """Rank 0 needs four times as long for a sample."""
     fabric = launched(BalancedDDPStrategy())
     model = nn.Linear(5, 1)
@@ -543,7 +555,8 @@ def shares_follow_the_speed(folder: str) -> list[int]:
     assert [one + other for one, other in zip(slow, fast, strict=True)] == [12] * 30
 
 
-def misused_sharing(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_misused_sharing() -> None:
     said = []
     for options, make in (
         ({"split": [1, 2, 3]}, None),
@@ -562,7 +575,8 @@ def misused_sharing(folder: str) -> Any:
     assert "the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1" in workers
 
 
-def streams_that_end_earlier_on_a_rank(folder: str) -> list[str]:
+@pytest.mark.ranks(2)
+def test_streams_that_end_earlier_on_a_rank() -> None:
     said = []
     for size, trains in product((4, 5, 3, 0), (True, False)):
         fabric = launched(BalancedDDPStrategy())
@@ -580,7 +594,8 @@ def streams_that_end_earlier_on_a_rank(folder: str) -> list[str]:
     assert said == [f"rank 1: `Stream` ended after {end}" for end in ends for _ in range(2)]
 
 
-def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
+@pytest.mark.ranks(2)
+def test_times_of_other_loops_are_not_measured() -> None:
     """Evaluate in the middle of every step, on batches without a sample for rank 1."""
     fabric = launched(BalancedDDPStrategy())
     model = nn.Linear(5, 1)
@@ -619,42 +634,13 @@ def backward_without_a_loader(rule: str, gives_weight: bool) -> list[float]:
     return found
 
 
-def weights_without_a_loader(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_weights_without_a_loader() -> None:
     with pytest.raises(RuntimeError, match="needs the weight of the batch"):
         backward_without_a_loader("samples", gives_weight=False)
     for rule in ("equal", "sum"):
         given, own = (backward_without_a_loader(rule, gives) for gives in (True, False))
         assert given == own == ([6.5, 26.5] * 3 if rule == "equal" else own)
-
-
-def a_rank_with_fewer_batches(folder: str) -> list[str]:
-    """Rank 1 leaves out the last batch; the other rank and its further calls have an error."""
-    fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
-    model = fabric.setup(nn.Linear(1, 1))
-    loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank
-
-    def train() -> None:
-        for number, batch in enumerate(loader):
-            if number < 3 - RANK:
-                fabric.backward(model(batch).mean())
-
-    value = torch.ones(1, device=fabric.device)
-    calls = [
-        fabric.barrier,
-        *(partial(call, value) for call in (fabric.all_reduce, fabric.all_gather, fabric.broadcast)),
-        partial(fabric.save, Path(folder) / "alone.ckpt", {}),
-    ]
-    errors = []
-    for call in (train, *(() if RANK else calls)):
-        try:
-            call()
-        except OtherRankError as error:
-            errors.append(str(error))
-    names = [] if RANK else ["backward", "barrier", "all_reduce", "all_gather", "broadcast", "save"]
-    for error, name in zip(errors, names, strict=True):
-        assert error.startswith(f"rank 0: another rank did not take part in the `fabric.{name}`")
-        assert 'use `strategy="ddp_join"`' in error
-    assert RANK or "`fabric.backward` of batch 3 of" in errors[0]
 
 
 BATCHES = {"one": (8, 8), "same": (8, 8), "half": (4, 4), "other": (3, 4)}  # samples of two ranks
@@ -703,7 +689,8 @@ def one_step(strategy: Any, names: tuple[str, ...], loop: str) -> Any:
     return float(model.weight.grad)
 
 
-def steps_of_several_loaders(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_steps_of_several_loaders() -> None:
     """Each is exact or an error."""
     for name, make in STRATEGIES.items():
         for (loop, names), gradient in RIGHT_STEPS.items():
@@ -741,7 +728,8 @@ class Counting(nn.Linear):
         return super().forward(inputs)
 
 
-def counts_of_each_rank_are_added_up_in_the_loop(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_counts_of_each_rank_are_added_up_in_the_loop() -> None:
     """Sums over ranks of each step, and the buffer after the loop, which ends without a reset, are equal."""
     found = []
     for make in (DDPJoinStrategy, partial(BalancedDDPStrategy, split=[1, 3])):
@@ -761,42 +749,40 @@ def counts_of_each_rank_are_added_up_in_the_loop(folder: str) -> Any:
     assert [sums for sums, _ in found] == [[4, 4, 1], [2, 2, 2, 2, 1]]
 
 
-CASES = [
-    a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit,
-    every_sample_is_used_once_and_loops_end_together,
-    values_are_those_of_the_active_ranks,
-    two_models_have_one_order_of_messages,
-    errors_say_what_to_do,
-    shares_follow_the_speed,
-    misused_sharing,
-    windows_may_be_dropped,
-    windows_with_several_backward_passes,
-    loops_that_differ,
-    times_of_other_loops_are_not_measured,
-    steps_of_several_loaders,
-    batches_taken_ahead,
-    a_gradient_penalty,
-    loading_inside_of_a_loop_and_before_setup,
-    streams_that_end_earlier_on_a_rank,
-    weights_without_a_loader,
-    counts_of_each_rank_are_added_up_in_the_loop,
-    a_rank_with_fewer_batches,
-]
+@pytest.mark.ranks(2)
+def test_a_rank_with_fewer_batches(folder: str) -> None:
+    """Rank 1 leaves out the last batch; the other rank and its further calls have an error. The last test, therefore."""
+    fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
+    model = fabric.setup(nn.Linear(1, 1))
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank
+
+    def train() -> None:
+        for number, batch in enumerate(loader):
+            if number < 3 - RANK:
+                fabric.backward(model(batch).mean())
+
+    value = torch.ones(1, device=fabric.device)
+    calls = [
+        fabric.barrier,
+        *(partial(call, value) for call in (fabric.all_reduce, fabric.all_gather, fabric.broadcast)),
+        partial(fabric.save, Path(folder) / "alone.ckpt", {}),
+    ]
+    errors = []
+    for call in (train, *(() if RANK else calls)):
+        try:
+            call()
+        except OtherRankError as error:
+            errors.append(str(error))
+    names = [] if RANK else ["backward", "barrier", "all_reduce", "all_gather", "broadcast", "save"]
+    for error, name in zip(errors, names, strict=True):
+        assert error.startswith(f"rank 0: another rank did not take part in the `fabric.{name}`")
+        assert 'use `strategy="ddp_join"`' in error
+    assert RANK or "`fabric.backward` of batch 3 of" in errors[0]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return run_on_ranks(2, [shared_batches, shared_batches_until_a_checkpoint, *CASES], folder, timeout=120)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_every_rank(found, case):
-    values_of(found, case)
+def shared(folder):
+    return run_on_ranks(2, [shared_batches, shared_batches_until_a_checkpoint], folder, timeout=120)
 
 
 def of_all_ranks(by_rank):
@@ -805,13 +791,13 @@ def of_all_ranks(by_rank):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_shared_batches_go_on_with_another_number_of_ranks(found, folder, ranks):
-    whole, parameters = zip(*values_of(found, shared_batches), strict=True)
+def test_shared_batches_go_on_with_another_number_of_ranks(shared, folder, ranks):
+    whole, parameters = zip(*values_of(shared, shared_batches), strict=True)
     wanted = of_all_ranks(whole)
     assert [len(step) for step in wanted] == [4, 4, 4, 1] * 2
     assert [sorted(chain(*steps)) for steps in (wanted[:4], wanted[4:])] == [list(range(13))] * 2
     assert wanted[:4] != wanted[4:]
-    before, _ = zip(*values_of(found, shared_batches_until_a_checkpoint), strict=True)
+    before, _ = zip(*values_of(shared, shared_batches_until_a_checkpoint), strict=True)
     assert of_all_ranks(before) == wanted[:6]
     resumed = values_of(
         run_on_ranks(ranks, [shared_batches_after_the_checkpoint], folder), shared_batches_after_the_checkpoint

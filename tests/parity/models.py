@@ -718,15 +718,16 @@ class ByHandAlone(Adversaries):
 
 
 class SteppingAlone(Adversaries):
-    """Rank 1 leaves out the step of each second optimizer, or `steps_first`, in its last batch, the first one twice."""
+    """Rank 1 leaves out steps of the second optimizer, or `steps_first` twice instead in its last batch."""
 
-    def __init__(self, steps_first: bool = False) -> None:
+    def __init__(self, steps_first: bool = False, after: int = 0) -> None:
         super().__init__()
-        self.steps_first = steps_first
+        self.steps_first, self.after = steps_first, after
 
     def optimizers(self, *args: Any) -> Any:
         first, second = super().optimizers()
-        if RANK == 1 and (not self.steps_first or self.trainer.is_last_batch):
+        is_due = self.trainer.is_last_batch if self.steps_first else self.trainer.global_step >= self.after
+        if RANK == 1 and is_due:
             second.step = first.step if self.steps_first else lambda: None
         return first, second
 

@@ -279,7 +279,8 @@ if hasattr(callbacks, "EMAWeightAveraging"):  # Lightning 2.6
     )
 
 BY_HAND = "rank {}: `Adam` is about to step"
-DIFFERS = "ReplicaMismatchError: ranks are not set up alike: {}"
+OUT_OF_STEP = "RanksOutOfStepError: rank {} has made"
+JOINED = [[4] * 4, [4] * 4, [4]]  # the third rank runs out of batches
 RATE = "setting `lr` of parameter group 0 of optimizer 0 (SGD) is "
 
 
@@ -294,7 +295,11 @@ def differs(hook: str, change: Any, text: str, **options: Any) -> Row:
 REFUSED = {
     "raw backward": refused(models.RawBackward, BY_HAND),
     "gradients set by hand": refused(models.ByHandAlone, BY_HAND),
-    "steps of one rank": refused(models.SteppingAlone, "RanksOutOfStepError: rank {} has made"),
+    "steps of one rank": refused(models.SteppingAlone, OUT_OF_STEP),
+    "steps of one rank in the uneven phase": refused(partial(models.SteppingAlone, after=4), OUT_OF_STEP, JOINED,
+                                                     JOIN_3),
+    "steps of one rank in the last batch": refused(partial(models.SteppingAlone, after=6), OUT_OF_STEP, JOINED, JOIN_3,
+                                                   epochs=1),
     "steps of other optimizers": refused(
         partial(models.SteppingAlone, steps_first=True), "as many as others, but not with the same optimizers"
     ),
@@ -307,6 +312,8 @@ REFUSED = {
     "negative weight": refused(Classifier, "ValueError: `weight_by` returned -1.0", weight_by=negative_weight),
     "uneven passes": refused(partial(models.ManualSums, True), "rank {} synchronises gradients at batch",
                              columns=("ddp_checkpoint",)),
+    "uneven passes in lockstep": refused(partial(models.ManualSums, True), "ranks wait for different messages: rank 0",
+                                         columns=("ddp_join",)),
     "torch's optimizer inside of the backward pass": refused(
         models.InBackward, "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward"
     ),

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.errors import DDPExtError, OtherRankError
+from lightning_ddp_ext.errors import OtherRankError
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
 
@@ -99,49 +99,6 @@ def test_an_error_of_a_rank_is_its_own_whatever_its_text_says(strategy, tmp_path
         assert of_other.startswith(f"OtherRankError: rank 1 failed: RuntimeError: {text} (at step 3")
     assert second[-1] == "RuntimeError: Caught Storage in DataLoader worker process 0."
     assert first[-1].startswith("OtherRankError: rank 1 failed: RuntimeError: Caught Storage in DataLoader worker")
-
-
-class OtherPasses(BoringModel):
-    """Makes two backward passes on rank 0 and one on others, from the third batch on."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for _ in range(2 if self.global_rank == 0 or batch_idx < 2 else 1):
-            self.manual_backward(self.layer(batch).square().mean())
-        optimizer.step()
-
-
-def error_of_other_passes(strategy):
-    try:
-        train(strategy, 2, OtherPasses(), DataLoader(torch.ones(64, 32), 4))
-    except DDPExtError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (
-            "ddp_checkpoint",
-            "RanksOutOfStepError: rank {} synchronises gradients at batch {}, backward pass {}, others at",
-        ),
-        (
-            "ddp_join",
-            "OtherRankError: ranks wait for different messages: rank 0 for the gradients of batch 2, backward pass 1;"
-            " rank 1 for the end of the step after batch 2, backward pass 0. Run equally many backward passes",
-        ),
-    ],
-)
-def test_other_numbers_of_backward_passes_are_named(strategy, message):
-    found = run_processes(error_of_other_passes, 2, strategy, timeout=60)
-    for rank, (error, place) in enumerate(zip(found, [(2, 1), (3, 0)], strict=True)):
-        assert error.startswith(message.format(rank, *place))
 
 
 class Fails(torch.autograd.Function):

@@ -23,6 +23,7 @@ from torchmetrics import AUROC, CatMetric, ConfusionMatrix
 from torchmetrics.retrieval import RetrievalMAP
 
 from lightning_ddp_ext import DDPJoinStrategy, TokenBudgetBatchSampler
+from lightning_ddp_ext.distributed.exchange import destroy_group
 from lightning_ddp_ext.loaders import lockstep_source
 from tests.strategies.toolkit import (
     ALONE,
@@ -35,10 +36,8 @@ from tests.strategies.toolkit import (
     fit,
     gather,
     loader,
-    run_on_ranks,
     samples,
     trainer,
-    values_of,
 )
 
 # ---------------------------------------------------------------- loaders and samplers
@@ -80,7 +79,8 @@ class Seeing(Classifier):
         return DataLoader(DATA, batch_sampler=self.make())
 
 
-def batch_samplers_keep_the_size_of_batches_and_their_samplers(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_batch_samplers_keep_the_size_of_batches_and_their_samplers() -> None:
     for strategy, in_hook in (("ddp_join", False), ("ddp_join", True), ("ddp_checkpoint", True)):
         for name, make in BATCH_SAMPLERS.items():
             module = Seeing(make)
@@ -112,7 +112,8 @@ class ByEpoch(Sampler[int]):
         return iter((index + self.epoch) % SAMPLES for index in range(SAMPLES))
 
 
-def samplers_are_divided_among_ranks_once_in_every_epoch(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_samplers_are_divided_among_ranks_once_in_every_epoch() -> None:
     generator = torch.Generator().manual_seed(RANK)  # different on every rank
     drawing = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False, generator=generator)
     tokens = TokenBudgetBatchSampler([1 + index % 4 for index in range(SAMPLES)], max_tokens=6)
@@ -129,7 +130,8 @@ def samplers_are_divided_among_ranks_once_in_every_epoch(folder: str) -> None:
                 assert [indices[0] for indices in by_rank] == [epoch, epoch + 1, epoch + 2]
 
 
-def hooks_may_change_batches_in_place(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_hooks_may_change_batches_in_place() -> None:
     class Changing(Classifier):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             batch["features"] = batch.pop("raw")
@@ -143,7 +145,8 @@ def hooks_may_change_batches_in_place(folder: str) -> None:
     assert_identical(fit(Changing(), DataLoader(batches, batch_size=None))[1].digests)
 
 
-def a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank() -> None:
     """Features are outputs of a network that is part of the data; torch cannot copy them."""
     on_shadow_ranks: list[int] = []
 
@@ -159,7 +162,8 @@ def a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank(folder: str) -
     assert all(largest < 20 for largest in on_shadow_ranks)
 
 
-def several_loaders_end_on_each_rank_as_in_one_process(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_several_loaders_end_on_each_rank_as_in_one_process() -> None:
     """Loaders have 4, 1, 2 and 1, 3, 2 batches on the ranks."""
 
     class Several(Classifier):
@@ -176,7 +180,8 @@ def several_loaders_end_on_each_rank_as_in_one_process(folder: str) -> None:
         assert trace.is_shadow == [step >= steps[RANK] for step in range(max(steps))], mode
 
 
-def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_stopping_drops_batches_of_longer_loaders_and_says_so_once() -> None:
     dropping = DataLoader(loader(8, 5, 2).dataset, batch_size=2, drop_last=True)
     cases = {
         "drops 3 batches of rank 0, 2 batches of rank 1, 9 samples in every epoch.": (loader(8, 5, 2), None),
@@ -260,41 +265,15 @@ def evaluate(number: int, batch_size: int, **options: Any) -> tuple[dict[str, fl
     return made.validate(module, data, verbose=False)[0], module.collected
 
 
-def evaluation(folder: str) -> Any:
-    return [evaluate(*case) for case in EVALUATED]
-
-
-CASES = [
-    batch_samplers_keep_the_size_of_batches_and_their_samplers,
-    samplers_are_divided_among_ranks_once_in_every_epoch,
-    hooks_may_change_batches_in_place,
-    a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank,
-    several_loaders_end_on_each_rank_as_in_one_process,
-    stopping_drops_batches_of_longer_loaders_and_says_so_once,
-]
-
-
-@pytest.fixture(scope="module")
-def found():
-    return run_on_ranks(3, [*CASES, evaluation])
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_every_rank(found, case):
-    values_of(found, case)
-
-
-@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
-@pytest.mark.filterwarnings("ignore:`pos_label` automatically set")
-@pytest.mark.filterwarnings("ignore:Metric .* will save")
-def test_evaluation_weights_every_sample_once(found):
-    for index, (number, batch_size) in enumerate(EVALUATED):
+@pytest.mark.ranks(3)
+def test_evaluation_weights_every_sample_once() -> None:
+    on_ranks = [evaluate(*case) for case in EVALUATED]
+    destroy_group()  # metrics of one process would use it
+    for (number, batch_size), (values, collected) in zip(EVALUATED, on_ranks, strict=True):
         expected, _ = evaluate(number, batch_size, **ALONE)
-        for rank, of_rank in enumerate(values_of(found, evaluation)):
-            values, collected = of_rank[index]
-            for name, value in expected.items():
-                tolerance = 1e-6 if name == "retrieval" else 1e-9  # it keeps float32
-                assert values[name] == pytest.approx(value, rel=tolerance), (name, number, batch_size)
-            assert values.keys() == expected.keys()
-            assert collected == list(range(number))[rank::3]
+        for name, value in expected.items():
+            tolerance = 1e-6 if name == "retrieval" else 1e-9  # it keeps float32
+            assert values[name] == pytest.approx(value, rel=tolerance), (name, number, batch_size)
+        assert values.keys() == expected.keys()
+        assert collected == list(range(number))[RANK::WORLD_SIZE]
         assert expected["number"] == expected["hook"] == expected["seen"] == expected["callback's number"] == number

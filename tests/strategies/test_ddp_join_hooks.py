@@ -1,9 +1,10 @@
-"""The table of hooks on the page of `ddp_join`: hooks on shadow steps, and their arguments."""
+"""Hooks of `ddp_join` on shadow steps: the table on its page, their arguments, and batches that end early."""
 
 import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.strategies.toolkit import RANK, run_on_ranks, trainer, values_of
+from tests.strategies.toolkit import RANK, Classifier, Stream, fit, gather, loader, samples, trainer
 
 COUNTS = (3, 1)  # batches of each rank
 WITH_BATCH = {  # position of the batch among the arguments
@@ -75,14 +76,16 @@ def watched(name: str) -> Callable[..., Any]:
 Watching = type("Watching", (Plain,), {name: watched(name) for name in [*WITH_BATCH, *WITHOUT]})
 
 
-def fit_and_test(folder: str) -> list[tuple[str, bool, int | None, Any]]:
+@cache
+def calls_of_ranks() -> list[list[tuple[str, bool, int | None, Any]]]:
+    """Train, test and predict; return the calls of both ranks."""
     module, made = Watching(), trainer(gradient_clip_val=1.0, precision="32-true")
     batches = [torch.full((2, 2), float(10 * RANK + number)) for number in range(COUNTS[RANK])]
     loader = DataLoader(batches, batch_size=None)
     made.fit(module, loader, loader)
     made.test(module, loader, verbose=False)
     made.predict(module, loader)
-    return module.calls
+    return gather(module.calls)
 
 
 class Output:
@@ -108,42 +111,26 @@ class Returning(Plain):
         self.calls.append(("", self.trainer.strategy.is_shadow, int(batch[0, 0]), outputs["parts"]["logits"].shape))
 
 
-def fit_returning(folder: str) -> tuple[list[int], list[tuple[str, bool, int | None, Any]]]:
-    sizes = ((2, 2, 2, 2, 2), (2, 2, 1))[RANK]
-    batches = [torch.full((size, 2), float(10 * RANK + number)) for number, size in enumerate(sizes)]
-    module = Returning()
-    trainer(max_epochs=2, precision="32-true").fit(module, DataLoader(batches, batch_size=None))
-    return module.alive, module.calls
-
-
 PAGE = (Path(__file__).parents[2] / "docs" / "ddp_join.md").read_text()
 ROWS = re.findall(r"^\| (`on_before_batch_transfer`.*?|`\w+`.*?) \| (yes|\*\*no\*\*) \|", PAGE, re.MULTILINE)
 PROMISED = {name: runs == "yes" for names, runs in ROWS for name in re.findall(r"`(\w+)`", names)}
 
 
-@pytest.fixture(scope="module")
-def found():
-    return run_on_ranks(2, [fit_and_test, fit_returning])
-
-
-@pytest.fixture(scope="module")
-def calls(found):
-    return values_of(found, fit_and_test)
-
-
-def test_hooks_run_on_shadow_steps_as_the_page_says(calls):
-    active, joined = (Counter(name for name, *_ in of_rank) for of_rank in calls)
+@pytest.mark.ranks(2)
+def test_hooks_run_on_shadow_steps_as_the_page_says() -> None:
+    active, joined = (Counter(name for name, *_ in of_rank) for of_rank in calls_of_ranks())
     assert PROMISED.keys() | set(EPOCH) == active.keys()
     for hook, runs in PROMISED.items():
         assert active[hook] in (3, 12), hook  # batch transfers: training, validation, test and prediction
         assert joined[hook] == (active[hook] if runs else 1), hook
 
 
-def test_hooks_of_training_get_the_last_batch_a_loss_of_zero_and_the_gradient_of_all_ranks(calls):
-    def given(rank, hook):
-        return [found for name, _, _, found in calls[rank] if name == hook]
+@pytest.mark.ranks(2)
+def test_hooks_of_training_get_the_last_batch_a_loss_of_zero_and_the_gradient_of_all_ranks() -> None:
+    def given(rank: int, hook: str) -> list[Any]:
+        return [found for name, _, _, found in calls_of_ranks()[rank] if name == hook]
 
-    assert {batch for _, _, batch, _ in calls[1] if batch is not None} == {10}
+    assert {batch for _, _, batch, _ in calls_of_ranks()[1] if batch is not None} == {10}
     outputs, losses = given(1, "on_train_batch_end"), given(1, "on_before_backward")
     assert outputs[0]["loss"] > 0
     assert outputs[1:] == [{"loss": 0.0, "mark": 10.0}] * 2
@@ -154,21 +141,73 @@ def test_hooks_of_training_get_the_last_batch_a_loss_of_zero_and_the_gradient_of
         assert len(given(0, hook)) == 3
 
 
-def test_shadow_steps_are_visible_but_before_the_transfer_and_in_epochs(calls):
-    shadow = Counter(name for name, is_shadow, *_ in calls[1] if is_shadow)
+@pytest.mark.ranks(2)
+def test_shadow_steps_are_visible_but_before_the_transfer_and_in_epochs() -> None:
+    active, joined = calls_of_ranks()
+    shadow = Counter(name for name, is_shadow, *_ in joined if is_shadow)
     assert not set(shadow) & set(EPOCH)
     assert not shadow["on_before_batch_transfer"]
     assert shadow["transfer_batch_to_device"] == shadow["on_after_batch_transfer"] == 8
     assert [shadow[name] for name in ("on_train_batch_start", "optimizer_step", "on_train_batch_end")] == [2] * 3
-    assert not any(is_shadow for _, is_shadow, *_ in calls[0])
+    assert not any(is_shadow for _, is_shadow, *_ in active)
 
 
-def test_no_output_but_that_of_the_last_batch_outlives_its_step(found):
-    (alive, _), (alive_on_joined, calls) = values_of(found, fit_returning)
-    assert alive == [0] * 10
-    assert alive_on_joined == [0] * 3 + [1, 1, 0]  # on the host, until the last batch of the next epoch
-    sizes = {10: 2, 11: 2, 12: 1}  # in shadow steps the output has the shape of the stand-in
-    assert [(batch, shape) for _, _, batch, shape in calls] == [
-        (batch, (sizes[batch], 1)) for batch in [10, 11, 12, 12, 12] * 2
+@pytest.mark.ranks(2)
+def test_no_output_but_that_of_the_last_batch_outlives_its_step() -> None:
+    sizes = ((2, 2, 2, 2, 2), (2, 2, 1))[RANK]
+    batches = [torch.full((size, 2), float(10 * RANK + number)) for number, size in enumerate(sizes)]
+    module = Returning()
+    trainer(max_epochs=2, precision="32-true").fit(module, DataLoader(batches, batch_size=None))
+    if RANK == 0:
+        assert module.alive == [0] * 10
+        return
+    assert module.alive == [0] * 3 + [1, 1, 0]  # on the host, until the last batch of the next epoch
+    # In shadow steps the output has the shape of the stand-in.
+    shapes = {10: (2, 1), 11: (2, 1), 12: (1, 1)}
+    assert [(batch, shape) for _, _, batch, shape in module.calls] == [
+        (batch, shapes[batch]) for batch in [10, 11, 12, 12, 12] * 2
     ]
-    assert [is_shadow for _, is_shadow, *_ in calls] == [False, False, False, True, True] * 2
+    assert [is_shadow for _, is_shadow, *_ in module.calls] == [False, False, False, True, True] * 2
+
+
+class Ending(Classifier):
+    """Ends the epoch before its third batch, and notes what the end of the epoch sees."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+    def on_train_epoch_end(self) -> None:
+        self.was_shadow = self.trainer.strategy.is_shadow
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_a_hook_skips_has_ended_at_the_end_of_the_epoch() -> None:
+    module = Ending()
+    fit(module, loader(8, 2))
+    assert module.was_shadow is False
+
+
+class Marked(Classifier):
+    """Returns more than a loss, and notes the outputs that hooks see in shadow steps of the second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "mark": batch[2].sum()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.strategy.is_shadow and self.current_epoch:
+            self.seen.append(sorted(outputs))
+
+
+class FirstEpochOnly(Stream):
+    """Has items in the first epoch, and afterwards on rank 0 only."""
+
+    def __iter__(self) -> Any:
+        items, self.items = self.items, self.items if RANK == 0 else []
+        return iter(items)
+
+
+@pytest.mark.ranks(2)
+def test_a_stand_in_of_another_rank_has_no_output_of_an_earlier_epoch() -> None:
+    module = Marked()
+    fit(module, DataLoader(FirstEpochOnly(list(zip(*samples(4), strict=True))), batch_size=2), max_epochs=2)
+    assert module.seen == ([["loss"]] * 2 if RANK else [])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lightning_ddp_ext import DDPJoinStrategy
+from lightning_ddp_ext import DDPJoinStrategy, UnevenInputsError
 from lightning_ddp_ext.loaders import lockstep_source
 from tests.strategies.toolkit import (
     RANK,
@@ -19,11 +19,10 @@ from tests.strategies.toolkit import (
     fit,
     gather,
     loader,
-    run_on_ranks,
     samples,
-    values_of,
 )
 
+pytestmark = pytest.mark.slow
 MORE = 3  # samples or batches that are announced and missing
 
 
@@ -44,7 +43,8 @@ def stream(*counts: int, missing: int = 2 * MORE, **options: Any) -> DataLoader:
     return DataLoader(SizedStream(items, len(items) + missing), batch_size=2, **options)
 
 
-def workers_drop_their_incomplete_batches(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_workers_drop_their_incomplete_batches() -> None:
     """Six samples of each rank make one batch of two for each of two workers, of the three that are announced."""
     seen = []
     for options in ({}, {"prefetch": 2}):
@@ -64,7 +64,8 @@ def workers_drop_their_incomplete_batches(folder: str) -> Any:
     assert len(set(seen[0])) == 4
 
 
-def longer_loaders_end_where_the_trainer_ends(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_longer_loaders_end_where_the_trainer_ends() -> None:
     """Announces one batch; each rank has more."""
     module = Classifier()
     _, trace = fit(module, stream(8, 6, missing=-5), max_epochs=2)
@@ -73,14 +74,14 @@ def longer_loaders_end_where_the_trainer_ends(folder: str) -> None:
     assert len(trace.digests) == 2 * 2
 
 
-def the_other_rules_for_uneven_inputs(folder: str) -> str:
+@pytest.mark.ranks(2)
+def test_the_other_rules_for_uneven_inputs() -> None:
     module = Classifier()
     _, trace = fit(module, stream(8, 4), strategy=DDPJoinStrategy(uneven_inputs="stop"))
     assert_identical(trace.digests)
     assert len(module.seen) == 4
-    with pytest.raises(Exception, match="rank 1 ran out of data after batch 2, other ranks have more") as caught:
+    with pytest.raises(UnevenInputsError, match="rank 1 ran out of data after batch 2, other ranks have more"):
         fit(Classifier(), stream(8, 4, missing=2 + 4 * RANK), strategy=DDPJoinStrategy(uneven_inputs="error"))
-    return type(caught.value).__name__
 
 
 class Sized(Dataset):
@@ -99,7 +100,8 @@ class Sized(Dataset):
 SIZES = [(9, 5, 1, 7), (6, 0, 11, 3)]
 
 
-def datasets_grow_and_shrink(folder: str) -> Any:
+@pytest.mark.ranks(2)
+def test_datasets_grow_and_shrink() -> None:
     """Sizes are changed by a hook; before the first epoch, they are 12."""
 
     class Changing(Classifier):
@@ -122,7 +124,8 @@ def datasets_grow_and_shrink(folder: str) -> Any:
                 assert sorted(chain(*of_ranks)) == list(range(size))
 
 
-def a_stream_that_grows_is_used_whole_or_warned_of(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_stream_that_grows_is_used_whole_or_warned_of() -> None:
     """It has two batches on each rank, then three on rank 1."""
 
     class Growing(Classifier):
@@ -140,23 +143,3 @@ def a_stream_that_grows_is_used_whole_or_warned_of(folder: str) -> None:
         assert len(trace.digests) == 4 + len(options)
         assert warn.called != bool(options)
         assert options or "a loader has 3 batches now, and had 2 when the Trainer asked" in warn.call_args.args[0]
-
-
-CASES = [
-    workers_drop_their_incomplete_batches,
-    longer_loaders_end_where_the_trainer_ends,
-    the_other_rules_for_uneven_inputs,
-    datasets_grow_and_shrink,
-    a_stream_that_grows_is_used_whole_or_warned_of,
-]
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_on_ranks(2, CASES, tmp_path_factory.mktemp("lengths"))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_every_rank(found, case):
-    assert values_of(found, case) in ([None] * 2, ["UnevenInputsError"] * 2)

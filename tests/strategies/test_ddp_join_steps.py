@@ -1,4 +1,4 @@
-"""Steps that log, communicate, change state or fail under `ddp_join` while some of three ranks have no data."""
+"""Steps that log, communicate or fail under `ddp_join` while some of three ranks have no data."""
 
 import os
 import signal
@@ -11,16 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext.errors import DDPExtError, OtherRankError, RanksOutOfStepError
-from tests.strategies.toolkit import (
-    RANK,
-    Classifier,
-    assert_identical,
-    fit,
-    loader,
-    run_on_ranks,
-    values_of,
-)
+from lightning_ddp_ext.errors import DDPExtError, OtherRankError
+from tests.strategies.toolkit import RANK, Classifier, assert_identical, fit, loader
 from tests.support.devices import virtual_devices_lack
 
 ACTIVE = [[0, 1, 2], [0, 1], [0], [0]]  # the ranks with data in each step
@@ -63,7 +55,9 @@ class InTheStep(Classifier):
         self.log("epoch", RANK + 1.0, sync_dist=True)
 
 
-def steps_log_and_communicate_among_the_ranks_with_data(folder: str) -> None:
+@virtual_devices_lack("all_to_all")
+@pytest.mark.ranks(3)
+def test_steps_log_and_communicate_among_the_ranks_with_data() -> None:
     module = InTheStep()
     made, trace = fit(module)
     assert_identical(trace.digests)
@@ -76,22 +70,6 @@ def steps_log_and_communicate_among_the_ranks_with_data(folder: str) -> None:
     metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     assert metrics["epoch"] == 2  # all ranks run hooks of epochs
     assert [metrics["mean_rank"], metrics["start_epoch"]] == pytest.approx([(1 * 4 + 2 * 2 + 3) / 7] * 2)
-
-
-def a_metric_has_the_value_of_all_ranks_in_every_epoch(folder: str) -> None:
-    """One rank never has data for validation."""
-
-    class Measured(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = MeanMetric()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.mean.update(RANK + 1.0)
-            self.log("metric", self.mean)
-
-    made, _ = fit(Measured(), loader(2, 2, 2), loader(4, 2, 0), max_epochs=3)
-    assert float(made.callback_metrics["metric"]) == pytest.approx((1 + 1 + 2) / 3)
 
 
 class Accumulating(Classifier):
@@ -112,14 +90,16 @@ class Accumulating(Classifier):
         optimizer.zero_grad()
 
 
-def values_logged_around_manual_backward_passes_are_synchronised(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_values_logged_around_manual_backward_passes_are_synchronised() -> None:
     _, trace = fit(Accumulating())
     assert_identical((trace.digests, trace.metrics))
     assert len(trace.digests) == 4
     assert all(metrics.keys() >= {"before", "between"} for metrics in trace.metrics)
 
 
-def within_a_window_a_rank_finds_its_own_gradient_or_none(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_within_a_window_a_rank_finds_its_own_gradient_or_none() -> None:
     found: list[Any] = []
 
     class Looking(Classifier):
@@ -131,73 +111,11 @@ def within_a_window_a_rank_finds_its_own_gradient_or_none(folder: str) -> None:
     assert_identical(found[-1].tolist())
 
 
-class SteppingItself(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        self.steps += 1  # after the last synchronisation of the step
-
-
 # ---------------------------------------------------------------- errors
 
 
-def keys_that_differ_among_ranks_are_named(folder: str) -> None:
-    class OddAfterManualBackward(Accumulating):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            super().training_step(batch, batch_idx)
-            if RANK == 1:
-                self.log("odd", 1.0, sync_dist=True)
-
-    with pytest.raises(DDPExtError, match=r"rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does"):
-        fit(OddAfterManualBackward(), loader(4, 4, 4))
-
-
-def a_step_that_one_rank_leaves_out_is_refused(folder: str) -> None:
-    """While all ranks have data, after one has run out, and in the last batch."""
-
-    class LeavingOut(SteppingItself):
-        def __init__(self, first: int) -> None:
-            super().__init__()
-            self.first = first
-
-        def optimizers(self, *args: Any) -> Any:
-            optimizer = super().optimizers(*args)
-            if RANK == 1 and self.trainer.global_step >= self.first:
-                optimizer.step = lambda: None
-            return optimizer
-
-    for first in (0, 2, 3):
-        with pytest.raises(RanksOutOfStepError, match=rf"rank {RANK} has made \d+ optimizer steps, others \d+"):
-            fit(LeavingOut(first), loader(8, 8, 2))
-
-
-def waiting_ranks_hear_of_a_rank_that_exits(folder: str) -> None:
-    """It is the only rank with data."""
-
-    class Leaving(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 3:
-                sys.exit()
-            return super().training_step(batch, batch_idx)
-
-    saving = ModelCheckpoint(f"{folder}/exit", save_on_exception=True)
-    with pytest.raises((SystemExit, DDPExtError)) as caught:
-        fit(Leaving(), callbacks=[saving], enable_checkpointing=True)
-    if RANK:
-        assert str(caught.value).startswith(f"rank 0 ended the run while rank {RANK} still waited")
-    else:
-        assert caught.type is SystemExit
-        assert os.listdir(f"{folder}/exit")  # saved before anything is closed
-
-
-def a_checkpoint_is_saved_when_a_rank_fails_and_signal_handlers_are_restored(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_a_checkpoint_is_saved_when_a_rank_fails_and_signal_handlers_are_restored(folder: str) -> None:
     class Failing(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2 and RANK == 1:
@@ -213,27 +131,21 @@ def a_checkpoint_is_saved_when_a_rank_fails_and_signal_handlers_are_restored(fol
         assert [torch.load(file, weights_only=True)["global_step"] for file in files] == [2]
 
 
-CHECKS = [
-    steps_log_and_communicate_among_the_ranks_with_data,
-    a_metric_has_the_value_of_all_ranks_in_every_epoch,
-    values_logged_around_manual_backward_passes_are_synchronised,
-    within_a_window_a_rank_finds_its_own_gradient_or_none,
-    keys_that_differ_among_ranks_are_named,
-    a_step_that_one_rank_leaves_out_is_refused,
-    a_checkpoint_is_saved_when_a_rank_fails_and_signal_handlers_are_restored,
-    waiting_ranks_hear_of_a_rank_that_exits,
-]
+@pytest.mark.ranks(3)
+def test_waiting_ranks_hear_of_a_rank_that_exits(folder: str) -> None:
+    """It is the only rank with data. The last test of the launch, because a process group does not survive it."""
 
+    class Leaving(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                sys.exit()
+            return super().training_step(batch, batch_idx)
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_on_ranks(3, CHECKS, tmp_path_factory.mktemp("steps"))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(CHECKS[0], marks=virtual_devices_lack("all_to_all")), *CHECKS[1:]],
-    ids=lambda case: case.__name__,
-)
-def test_on_every_rank(found, case):
-    values_of(found, case)
+    saving = ModelCheckpoint(f"{folder}/exit", save_on_exception=True)
+    with pytest.raises((SystemExit, DDPExtError)) as caught:
+        fit(Leaving(), callbacks=[saving], enable_checkpointing=True)
+    if RANK:
+        assert str(caught.value).startswith(f"rank 0 ended the run while rank {RANK} still waited")
+    else:
+        assert caught.type is SystemExit
+        assert os.listdir(f"{folder}/exit")  # saved before anything is closed

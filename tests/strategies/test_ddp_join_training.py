@@ -31,10 +31,8 @@ from tests.strategies.toolkit import (
     fit,
     gather,
     loader,
-    run_on_ranks,
     samples,
     trainer,
-    values_of,
 )
 from tests.support import devices
 from tests.support.devices import accelerator
@@ -66,7 +64,8 @@ class Messages(Callback):
             patch.stop()
 
 
-def a_step_is_one_message_whether_loaders_know_their_length_or_not(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_a_step_is_one_message_whether_loaders_know_their_length_or_not() -> None:
     for stream, window in ((False, 1), (True, 1), (True, 2)):
         counting = Messages()
         fit(Silent(), loader(16, 16, 12, stream=stream), callbacks=[counting], accumulate_grad_batches=window)
@@ -85,7 +84,8 @@ def count_threads(expected: int) -> int:
     return number
 
 
-def process_groups_and_their_threads_end_with_a_run(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_process_groups_and_their_threads_end_with_a_run() -> None:
     """Forked workers of the next run would wait for the threads; nothing is left to the garbage collector."""
     module, found = Classifier(), []
     gc.collect()
@@ -110,7 +110,8 @@ def interrupt_a_run() -> None:
     assert interruption.value.code == 143
 
 
-def a_worker_does_not_collect_the_process_group_of_an_interrupted_run(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_a_worker_does_not_collect_the_process_group_of_an_interrupted_run() -> None:
     """It would wait for the threads of the group, which only its rank has, or crash."""
     gc.collect()
     gc.disable()
@@ -127,7 +128,8 @@ def a_worker_does_not_collect_the_process_group_of_an_interrupted_run(folder: st
     assert count_threads(threads) == threads
 
 
-def averaged_weights_have_the_statistics_of_all_samples(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_averaged_weights_have_the_statistics_of_all_samples() -> None:
     """In its last epoch, `StochasticWeightAveraging` renews the statistics of batch normalisation without updates."""
 
     class Logging(Classifier):
@@ -170,7 +172,9 @@ class Words(LightningModule):
         return torch.optim.SGD(self.words.parameters(), lr=0.1), own
 
 
-def manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors(folder: str) -> None:
+@devices.virtual_devices_lack("sparse tensors")
+@pytest.mark.ranks(3)
+def test_manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors() -> None:
     module, states, found = Words(), [], []
     scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0, growth_interval=1)
 
@@ -211,7 +215,8 @@ class Thawing(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def a_resumed_run_has_the_buckets_that_had_grown(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_a_resumed_run_has_the_buckets_that_had_grown(folder: str) -> None:
     """With other buckets, sums over three ranks would be rounded differently. The first rank joins first."""
     counts = (2, 6, 8)
     whole = fit(Thawing(), loader(*counts), **save_every_step(folder, "grown"))[1].digests
@@ -235,7 +240,8 @@ class Sampling(Silent):
         return super().loss((functional.dropout(batch[0]), batch[1]))
 
 
-def optimizers_draw_the_same_numbers_on_all_ranks_and_steps_draw_different_ones(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_optimizers_draw_the_same_numbers_on_all_ranks_and_steps_draw_different_ones(folder: str) -> None:
     os.environ.pop("PL_GLOBAL_SEED")  # with which Lightning would seed all ranks alike
     torch.manual_seed(RANK)
     module = Sampling()
@@ -269,41 +275,10 @@ class SavingInHook(Callback):
             )
 
 
-def a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch(folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch(folder: str) -> None:
     saving = SavingInHook(Path(folder) / "counts.ckpt")
     fit(Counting("", resets=False), max_epochs=2, callbacks=[saving])
     assert all(saved.equal(after) for saved, after in saving.found)
     assert_identical([after.tolist() for _, after in saving.found])
     assert len({tuple(after.tolist()) for _, after in saving.found}) > 4
-
-
-CASES = [
-    a_checkpoint_of_a_hook_holds_the_integers_that_all_ranks_get_after_the_batch,
-    a_step_is_one_message_whether_loaders_know_their_length_or_not,
-    process_groups_and_their_threads_end_with_a_run,
-    a_worker_does_not_collect_the_process_group_of_an_interrupted_run,
-    averaged_weights_have_the_statistics_of_all_samples,
-    manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors,
-    a_resumed_run_has_the_buckets_that_had_grown,
-    optimizers_draw_the_same_numbers_on_all_ranks_and_steps_draw_different_ones,
-]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_on_ranks(3, CASES, tmp_path_factory.mktemp("training"))
-
-
-SPARSE = manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=devices.virtual_devices_lack("sparse tensors")) if case is SPARSE else case
-        for case in CASES
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_on_every_rank(found, case):
-    values_of(found, case)

@@ -1,7 +1,7 @@
 """How runs start their processes, and errors at that time, which are the same as with Lightning.
 
-As a script, `test_starting.py START_METHOD [fails | predicts]`, it runs as the script of a user would: one process,
-which starts the others.
+As a script, `test_starting.py START_METHOD [predict] [train | fail]`, it runs as the script of a user would: one
+process, which starts the others.
 """
 
 import os
@@ -106,16 +106,14 @@ class Spread(Callback):
         pl_module.print("SPREAD", float((weights - weights[0]).abs().max()), "STEPS", trainer.global_step)
 
 
-def main(start_method, fails=False):
+def train_with_validation(start_method):
     seed_everything(0, verbose=False)
     loader = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
-    strategy = (DDPJoinStrategy if fails else DDPCheckpointStrategy)(start_method=start_method)
-    net, trainer = Net(fails), quiet_trainer(strategy, 2, max_epochs=2, callbacks=[Spread()])
-    try:
-        trainer.fit(net, loader, loader)
-    except Exception as error:
-        print("CAUGHT", type(error).__name__, str(error).strip().splitlines()[-1])
-        return
+    net, trainer = (
+        Net(),
+        quiet_trainer(DDPCheckpointStrategy(start_method=start_method), 2, max_epochs=2, callbacks=[Spread()]),
+    )
+    trainer.fit(net, loader, loader)
     if start_method == "popen":  # Lightning's other launchers fit once
         trainer.fit_loop.max_epochs = 3
         trainer.fit(net, loader, loader)
@@ -124,10 +122,18 @@ def main(start_method, fails=False):
         print("TESTED", sorted(results[0]))
 
 
+def fail(start_method):
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+    try:
+        quiet_trainer(DDPJoinStrategy(start_method=start_method), 2).fit(Net(fails=True), loader)
+    except Exception as error:
+        print("CAUGHT", type(error).__name__, str(error).strip().splitlines()[-1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork", "forkserver"])
 def test_a_script_starts_its_own_processes(start_method):
-    done = start(__file__, start_method)
+    done = start(__file__, start_method, "train")
     assert done.returncode == 0, done.stderr
     assert "SPREAD 0.0 STEPS 6" in done.stdout
     assert "COUNTED [6.0, 6.0, 6.0, 6.0]" in done.stdout  # in memory that no other rank changes
@@ -135,16 +141,10 @@ def test_a_script_starts_its_own_processes(start_method):
     assert "TESTED ['val_loss']" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "popen"))]
-)
-def test_an_error_of_the_user_reaches_the_caller(start_method):
-    done = start(__file__, start_method, "fails")
-    said = re.findall(r"CAUGHT (.*)", done.stdout)
-    if start_method == "popen":
-        assert "ArithmeticError the words of the user" in said, done.stderr
-    else:
-        assert said == ["ProcessRaisedException ArithmeticError: the words of the user"], done.stderr
+@pytest.mark.slow
+def test_an_error_of_the_user_reaches_the_caller_that_is_started_as_a_rank():
+    done = start(__file__, "popen", "fail")
+    assert "ArithmeticError the words of the user" in re.findall(r"CAUGHT (.*)", done.stdout), done.stderr
 
 
 class Doubling(LightningModule):
@@ -177,8 +177,8 @@ def predict(start_method):
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_processes_that_are_forked_or_spawned_return_the_predictions_of_rank_0(start_method):
-    done = start(__file__, start_method, "predicts")
+def test_processes_that_are_forked_or_spawned_return_the_predictions_of_rank_0_and_an_error_of_the_user(start_method):
+    done = start(__file__, start_method, "predict", "fail")
     everything = [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0], [12.0]]
     expected = [
         f"DDPJoinStrategy {everything}", f"BalancedDDPStrategy {everything}",
@@ -188,6 +188,8 @@ def test_processes_that_are_forked_or_spawned_return_the_predictions_of_rank_0(s
     assert re.findall(r"PREDICTED (.*)", done.stdout) == (expected if is_fork else expected[:1]), done.stderr
     warning = "`trainer.predict` returns None: predictions hold `Opaque` at `[0]['opaque']`"
     assert done.stderr.count(warning) == is_fork
+    caught = ["ProcessRaisedException ArithmeticError: the words of the user"]
+    assert re.findall(r"CAUGHT (.*)", done.stdout) == caught, done.stderr
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MISSING_GUARD, FIT_TWICE], ids=repr)
@@ -285,4 +287,5 @@ def test_too_few_files_are_an_error_before_other_ranks_are_started():
 
 
 if __name__ == "__main__":
-    predict(sys.argv[1]) if sys.argv[2:] == ["predicts"] else main(*sys.argv[1:])
+    for part in sys.argv[2:]:
+        {"train": train_with_validation, "predict": predict, "fail": fail}[part](sys.argv[1])
