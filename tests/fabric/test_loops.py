@@ -751,7 +751,7 @@ def test_counts_of_each_rank_are_added_up_in_the_loop() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_rank_with_fewer_batches(folder: str) -> None:
-    """Rank 1 leaves out the last batch; the other rank and its further calls have an error. The last test, therefore."""
+    """Rank 1 leaves out the last batch; the other rank and its calls have an error. This test has to be the last."""
     fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
     model = fabric.setup(nn.Linear(1, 1))
     loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank

@@ -4,17 +4,13 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BatchSplitError
-from tests.strategies.toolkit import Stream
 from tests.support.training import (
     Classifier,
-    Evaluated,
     balanced,
     batches,
     compare,
-    dataset,
     train,
 )
 
@@ -73,16 +69,3 @@ def test_loaders_that_are_read_at_once(mode, kind):
 
     single, _ = compare(TwoSources, options)
     assert single.trainer.global_step == 3 * (3 if mode == "min_size" else 5)
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (lambda: batches(num_workers=2, persistent_workers=True), {}),
-        (lambda: DataLoader(Stream(list(dataset(27))), batch_size=8), {"max_steps": 6, "max_epochs": -1}),
-        (lambda: batches(shuffle=True), {}),
-    ],
-    ids=["workers", "no length", "shuffled"],
-)
-def test_loaders_of_every_kind(make, options):
-    compare(Evaluated, lambda: {"loader": make(), **options})

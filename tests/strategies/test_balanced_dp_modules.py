@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     EMAWeightAveraging,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -25,7 +24,6 @@ from tests.support.devices import device
 from tests.support.training import (
     CLASSES,
     FEATURES,
-    CachesMask,
     Classifier,
     Evaluated,
     assert_same_training,
@@ -38,52 +36,6 @@ from tests.support.training import (
     seeded,
     train,
 )
-
-
-class WithBackbone(Classifier):
-    def __init__(self):
-        super().__init__(torch.optim.SGD)
-        self.backbone = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh())
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
-
-
-class Thawing(BaseFinetuning):
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.05)
-
-
-def test_finetuning():
-    single, parallel = compare(WithBackbone, lambda: {"callbacks": [Thawing()], "max_epochs": 3})
-    sizes = {gradient.numel() for gradient in single.gradients.after_backward}
-    assert len(sizes) == 2
-    assert len(parallel.trainer.optimizers[0].param_groups) == 2
-
-
-class FreezingByHand(WithBackbone):
-    """Freezes and thaws between batches, and in the middle of an accumulation."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.backbone.requires_grad_(batch_idx % 3 == 1)
-        self.network[0].bias.requires_grad_(batch_idx != 2)
-
-
-def test_freezing_by_hand_in_a_hook():
-    compare(FreezingByHand, {"accumulate_grad_batches": 2})
-
-
-@pytest.mark.filterwarnings("ignore:`self.last_size` was changed inside a step")
-@pytest.mark.parametrize("split", [[1, 1], [5, 3], [0, 1]], ids=str)
-def test_caches_of_the_size_of_a_chunk(split):
-    compare(CachesMask, split=split)
 
 
 class Growing(Classifier):

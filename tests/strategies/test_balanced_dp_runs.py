@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import AdvancedProfiler
 from torch import nn
 from torch.nn import functional
@@ -29,18 +29,11 @@ from tests.support.training import (
 
 REPLICA_THREADS = "replica-"  # how their names begin
 OPTIONS = [
-    {"overfit_batches": 0.5},
-    {"limit_train_batches": 0.6, "limit_val_batches": 0.5},
-    {"max_steps": 3, "accumulate_grad_batches": 3},
     {"max_steps": 5, "accumulate_grad_batches": 2, "max_epochs": -1},
-    {"val_check_interval": 0.5},
     {"val_check_interval": 3, "check_val_every_n_epoch": None},
     {"num_sanity_val_steps": -1},
-    {"fast_dev_run": 3},
-    {"gradient_clip_val": 0.05},
     {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
-    {"min_steps": 2, "max_steps": 6},
-    {"enable_model_summary": True, "enable_progress_bar": True},
+    {"fast_dev_run": 3, "enable_model_summary": True, "enable_progress_bar": True},
 ]
 
 
@@ -51,11 +44,6 @@ def test_training_equals_one_device(options):
     if "gradient_clip_val" in options:
         unclipped = train(seeded(Evaluated), **{**options, "gradient_clip_val": None})
         assert relative_difference(unclipped.gradients.before_step, single.gradients.before_step) > 1e-2
-
-
-def test_accumulation_schedules():
-    single, _ = compare(Evaluated, lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]})
-    assert len(single.gradients.before_step) == 4 + 2 + 2
 
 
 @pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`")
@@ -132,24 +120,6 @@ def test_fit_validate_test_predict_and_fit_again():
     assert not replica_threads()
 
 
-class Configured(Classifier):
-    def __init__(self, scale):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch, batch_idx):
-        return self.hparams.scale * super().training_step(batch, batch_idx)
-
-    def on_train_epoch_start(self):
-        self.hparams.scale += 1
-
-
-def test_hyperparameters_reach_the_replicas_and_stay_on_the_module():
-    single, parallel = both_ways(lambda **way: train(seeded(lambda: Configured(2.0)), **way))
-    assert_same_training(parallel, single)
-    assert dict(parallel.module.hparams) == dict(single.module.hparams) != {"scale": 2.0}
-
-
 class Statistics(Evaluated):
     """Has buffers and metrics, and notes their values when training starts."""
 
@@ -197,21 +167,6 @@ def test_a_checkpoint_resumes_on_the_other_number_of_devices(tmp_path, order):
     assert relative_difference(list(resumed.parameters()), list(reference.parameters())) < 1e-12
     state = torch.load(path, weights_only=True)["state_dict"]
     assert state.keys() == Evaluated().state_dict().keys()
-
-
-def test_should_stop_ends_training():
-    class Stopping(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            trainer.should_stop = trainer.global_step >= 3
-
-    class StoppingInside(Evaluated):
-        def training_step(self, batch, batch_idx):
-            self.trainer.should_stop |= self.trainer.global_step == 3
-            return super().training_step(batch, batch_idx)
-
-    for build, options, steps in ((Evaluated, {"callbacks": [Stopping()]}, 3), (StoppingInside, {}, 4)):
-        single, _ = compare(build, {"val_loader": batches(19), "max_epochs": 5, **options})
-        assert single.trainer.global_step == steps
 
 
 def failing(step, error):

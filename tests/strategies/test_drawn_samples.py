@@ -1,7 +1,5 @@
 """Batches of any form are weighted by the samples that their loader draws, and it is an error if it draws none."""
 
-from functools import partial
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -9,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from tests.parity.models import Transposed, collate
 from tests.parity.rows import Damaged
-from tests.strategies.toolkit import RANK, STRATEGIES, fit, run_on_ranks
+from tests.strategies.toolkit import RANK, STRATEGIES, fit
 
 
 def loader(*numbers, is_ready=False):
@@ -20,22 +18,18 @@ def loader(*numbers, is_ready=False):
     return DataLoader(Damaged(), batch_sampler=[batch.tolist() for batch in batches], collate_fn=collate)
 
 
-def fail(strategy: str, folder: str) -> str:
-    """Return the error of this rank in a training of which only rank 1 cannot count the samples."""
-    try:
-        fit(Transposed().double(), loader(2, 3, 2, is_ready=RANK == 1), strategy=strategy)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_cannot_count_its_samples_ends_training_on_all_ranks_before_the_first_step(strategy):
-    other, own = run_on_ranks(2, {"": partial(fail, strategy)})[""]
-    assert own.startswith('ValueError: rank 1: `weight_by="samples"` needs numbers of samples')
-    assert own.endswith('or `weight_by="equal"` if batches are equally large on all ranks.')
-    assert other.startswith("OtherRankError: rank 1 failed: ValueError: rank 1: `weight_by")
-    assert "at step 0, training, batch 0" in other
+    with pytest.raises(Exception, match="needs numbers of samples") as caught:  # on rank 1
+        fit(Transposed().double(), loader(2, 3, 2, is_ready=RANK == 1), strategy=strategy)
+    error = f"{caught.type.__name__}: {caught.value}"
+    if RANK == 1:
+        assert error.startswith('ValueError: rank 1: `weight_by="samples"`')
+        assert error.endswith('or `weight_by="equal"` if batches are equally large on all ranks.')
+    else:
+        assert error.startswith("OtherRankError: rank 1 failed: ValueError: rank 1: `weight_by")
+        assert "at step 0, training, batch 0" in error
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -14,16 +14,17 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from lightning_ddp_ext import BalancedDDPStrategy, DDPJoinStrategy, TokenBudgetBatchSampler
+from lightning_ddp_ext import BalancedDDPStrategy, DDPJoinStrategy, TokenBudgetBatchSampler, UnsupportedFeatureError
 from lightning_ddp_ext.callbacks import PredictionWriter, read_predictions
+from lightning_ddp_ext.distributed.exchange import destroy_group
 from tests.strategies.toolkit import (
     ALONE,
     RANK,
     WORLD_SIZE,
     Stream,
+    assert_identical,
     gather,
     run_on_ranks,
-    selected,
     trainer,
     values_of,
     with_slow,
@@ -132,43 +133,58 @@ STRATEGIES = {"ddp_join": DDPJoinStrategy, "balanced_ddp": BalancedDDPStrategy}
 KINDS = {**STRATEGIES, "balanced_ddp, none on rank 0": partial(BalancedDDPStrategy, gpu0_batch_size=0)}
 
 
-def predict_with(kind: str, name: str, folder: str) -> Any:
-    """Predict with a strategy, or in one process; `balanced_ddp` pads the share of each rank."""
-    return predict(MAKERS[name], {"strategy": KINDS[kind]()}, pads=kind == "ddp_join")
+def predict_alone(make: Callable[[], Any], pads: bool = True) -> Any:
+    """Predict in one process without a strategy; called on all ranks, since it ends their process group."""
+    if dist.is_initialized():
+        destroy_group()
+    return predict(make, ALONE, pads)
 
 
-def predict_alone(name: str, folder: str) -> Any:
-    return [predict(MAKERS[name], ALONE, pads) for pads in (True, False)]
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("name", with_slow(MAKERS, QUICK))
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictions_are_those_of_one_process_on_every_rank(kind, name):
+    pads = kind == "ddp_join"  # `balanced_ddp` pads the share of each rank
+    found = predict(MAKERS[name], {"strategy": KINDS[kind]()}, pads)
+    assert found == predict_alone(MAKERS[name], pads) != []
 
 
-def rank_zero_alone_gets_predictions(folder: str) -> Any:
-    return predict(load, {"strategy": DDPJoinStrategy(predictions_on="rank_zero")})
+@pytest.mark.ranks(RANKS)
+def test_predictions_may_be_kept_on_rank_zero_only():
+    found = predict(load, {"strategy": DDPJoinStrategy(predictions_on="rank_zero")})
+    alone = predict_alone(load)
+    assert found == (alone if RANK == 0 else None)
 
 
-def every_shuffled_sample_is_predicted_once(folder: str) -> list[int]:
+@pytest.mark.ranks(RANKS)
+def test_shuffled_samples_are_predicted_once_and_alike():
     torch.manual_seed(RANK)
     made = trainer(use_distributed_sampler=True)
-    return [
-        indices_of(made.predict(Predicting(), load(10, **options)))
-        for options in ({"shuffle": True}, {"batch_sampler": BatchSampler(RandomSampler(range(10)), 3, False)})
-    ]
+    for options in ({"shuffle": True}, {"batch_sampler": BatchSampler(RandomSampler(range(10)), 3, False)}):
+        order = indices_of(made.predict(Predicting(), load(10, **options)))
+        assert sorted(order) == list(range(10)) != order
+        assert_identical(order)
 
 
-def the_order_of_a_batch_sampler_is_kept(folder: str) -> Any:
+@pytest.mark.ranks(RANKS)
+def test_the_order_of_a_batch_sampler_is_kept():
     """In one process Lightning takes the sampler of the loader instead."""
     made = trainer(use_distributed_sampler=True)
     found = made.predict(Predicting(), load(batch_sampler=BatchSampler(range(6, -1, -1), 3, drop_last=False)))
-    return [indices_of([batch]) for batch in found]
+    assert [indices_of([batch]) for batch in found] == [[6, 5, 4], [3, 2, 1], [0]]
 
 
-def a_limit_keeps_the_first_batches(folder: str) -> list[int]:
+@pytest.mark.ranks(RANKS)
+def test_a_limit_keeps_the_first_batches():
     made = trainer(strategy=BalancedDDPStrategy(), use_distributed_sampler=True, limit_predict_batches=2)
-    return indices_of(made.predict(Predicting(pads=False), load()))
+    assert indices_of(made.predict(Predicting(pads=False), load())) == [0, 1, 2, 3]
 
 
-def token_batches(folder: str) -> Any:
+@pytest.mark.ranks(RANKS)
+def test_batches_with_a_token_budget_come_in_their_order():
     sampler = TokenBudgetBatchSampler([1 + index % 4 for index in range(10)], max_tokens=6, shuffle=False)
-    return predict(lambda: load(10, batch_sampler=sampler), {} if WORLD_SIZE > 1 else ALONE)
+    make = partial(load, 10, batch_sampler=sampler)
+    assert predict(make, {}) == predict_alone(make) != []
 
 
 class Batches:
@@ -186,7 +202,7 @@ class Batches:
 
 def own_loader(kind: str) -> DataLoader:
     """A loader with the samples of this rank: 0 to 4, 5 and 6, and none."""
-    own = [range(5), range(5, 7), range(0)][RANK if WORLD_SIZE > 1 else 0]
+    own = [range(5), range(5, 7), range(0)][RANK]
     if kind == "stream":
         return DataLoader(Stream([Texts(7)[n] for n in own]), 2, collate_fn=pad)
     if kind == "iterable":
@@ -194,14 +210,18 @@ def own_loader(kind: str) -> DataLoader:
     return load(batch_sampler=BatchSampler(own, 2, drop_last=False))
 
 
-def data_of_ranks_come_rank_after_rank(folder: str) -> list[list[int]]:
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("kind", ["stream", "iterable", "map"])
+def test_data_of_ranks_come_rank_after_rank(kind):
     made = trainer(use_distributed_sampler=False)
-    return [indices_of(made.predict(Predicting(), own_loader(kind))) for kind in ("stream", "iterable", "map")]
+    assert indices_of(made.predict(Predicting(), own_loader(kind))) == list(range(7))
 
 
-def a_distributed_sampler_of_the_user_stays(folder: str) -> list[int]:
+@pytest.mark.ranks(RANKS)
+def test_a_distributed_sampler_of_the_user_stays():
     sampler = DistributedSampler(range(9), WORLD_SIZE, RANK, shuffle=False)
-    return indices_of(trainer(use_distributed_sampler=True).predict(Predicting(), load(9, sampler=sampler)))
+    found = trainer(use_distributed_sampler=True).predict(Predicting(), load(9, sampler=sampler))
+    assert indices_of(found) == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
 
 class Keeping(BasePredictionWriter):
@@ -217,110 +237,34 @@ class Keeping(BasePredictionWriter):
         self.by_epoch.append((indices_of(predictions), list(chain(*batch_indices[0]))))
 
 
-def callbacks_of_lightning_get_the_indices(folder: str) -> Any:
-    found = []
-    for kind in STRATEGIES.values():
-        callback = Keeping()
-        made = trainer(callback, strategy=kind(), use_distributed_sampler=True)
-        assert made.predict(Predicting(), load(), return_predictions=False) is None
-        assert all(predicted == indices for predicted, indices in [*callback.by_batch, *callback.by_epoch])
-        found.append(
-            [
-                sorted(chain(*gather(list(chain(*(own for own, _ in part))))))
-                for part in vars(callback).values()
-                if isinstance(part, list)
-            ]
-        )
-    return found
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_callbacks_of_lightning_get_the_indices(kind):
+    callback = Keeping()
+    made = trainer(callback, strategy=STRATEGIES[kind](), use_distributed_sampler=True)
+    assert made.predict(Predicting(), load(), return_predictions=False) is None
+    for pairs in (callback.by_batch, callback.by_epoch):
+        assert all(predicted == indices for predicted, indices in pairs)
+        assert sorted(chain(*chain(*gather([predicted for predicted, _ in pairs])))) == list(range(7))
 
 
 class Opaque:
     pass
 
 
-def refusals(folder: str) -> list[str]:
-    class Unsendable(Predicting):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return [Opaque()]
-
-    def differing() -> DataLoader:
-        return load(batch_sampler=Batches([[RANK], [3]]))
-
-    found = []
-    assert trainer(use_distributed_sampler=True).predict(Unsendable(), load(), return_predictions=False) is None
-    for module, make in ((Unsendable(), load), (Predicting(), differing)):
-        try:
-            trainer(use_distributed_sampler=True).predict(module, make())
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+class Unsendable(Predicting):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return [Opaque()]
 
 
-ALL = list(range(7))
-EXPECTED: dict[Callable[[str], Any], Any] = {  # on every rank
-    the_order_of_a_batch_sampler_is_kept: [[6, 5, 4], [3, 2, 1], [0]],
-    a_limit_keeps_the_first_batches: [0, 1, 2, 3],
-    data_of_ranks_come_rank_after_rank: [ALL] * 3,
-    a_distributed_sampler_of_the_user_stays: [0, 3, 6, 1, 4, 7, 2, 5, 8],
-    callbacks_of_lightning_get_the_indices: [[ALL] * 2] * 2,
-}
-OTHERS = [
-    *EXPECTED, rank_zero_alone_gets_predictions, every_shuffled_sample_is_predicted_once,
-    token_batches, refusals,
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
-    names = selected(request, "name") | {"7 samples"}
-    alone = {name: partial(predict_alone, name) for name in names}
-    ranks = {f"{kind}, {name}": partial(predict_with, kind, name) for kind in KINDS for name in names}
-    folder = tmp_path_factory.mktemp("data")
-    return (
-        run_on_ranks(1, {**alone, "token_batches": token_batches}, folder),
-        run_on_ranks(RANKS, {**ranks, **{case.__name__: case for case in OTHERS}}, folder),
-    )
-
-
-@pytest.mark.parametrize("name", with_slow(MAKERS, QUICK))
-@pytest.mark.parametrize("kind", KINDS)
-def test_predictions_are_those_of_one_process_on_every_rank(found, kind, name):
-    ((padded, unpadded),) = values_of(found[0], name)
-    wanted = padded if kind == "ddp_join" else unpadded
-    assert wanted
-    for values in values_of(found[1], f"{kind}, {name}"):
-        assert values == wanted
-
-
-def test_predictions_may_be_kept_on_rank_zero_only(found):
-    first, *others = values_of(found[1], rank_zero_alone_gets_predictions)
-    assert first == values_of(found[0], "7 samples")[0][0]
-    assert others == [None, None]
-
-
-def test_shuffled_samples_are_predicted_once_and_alike(found):
-    by_rank = values_of(found[1], every_shuffled_sample_is_predicted_once)
-    assert by_rank[1:] == [by_rank[0]] * 2
-    for order in by_rank[0]:
-        assert sorted(order) == list(range(10)) != order
-
-
-@pytest.mark.parametrize("case", EXPECTED, ids=lambda case: case.__name__)
-def test_on_every_rank(found, case):
-    assert values_of(found[1], case) == [EXPECTED[case]] * RANKS
-
-
-def test_batches_with_a_token_budget_come_in_their_order(found):
-    (wanted,) = values_of(found[0], token_batches)
-    assert wanted
-    for values in values_of(found[1], token_batches):
-        assert values == wanted
-
-
-def test_what_cannot_be_merged_is_refused(found):
-    for rank, (unsendable, differing) in enumerate(values_of(found[1], refusals)):
-        assert unsendable.startswith(f"TypeError: rank {rank}: `predict_step` returns `Opaque` at `[0]`, which cannot")
-        assert differing.startswith("UnsupportedFeatureError: rank 1 draws other samples to predict than rank 0")
+@pytest.mark.ranks(RANKS)
+def test_what_cannot_be_merged_is_refused():
+    made = partial(trainer, use_distributed_sampler=True)
+    assert made().predict(Unsendable(), load(), return_predictions=False) is None
+    with pytest.raises(TypeError, match=rf"^rank {RANK}: `predict_step` returns `Opaque` at `\[0\]`, which cannot"):
+        made().predict(Unsendable(), load())
+    with pytest.raises(UnsupportedFeatureError, match=r"^rank 1 draws other samples to predict than rank 0"):
+        made().predict(Predicting(), load(batch_sampler=Batches([[RANK], [3]])))
 
 
 # ---------------------------------------------------------------- PredictionWriter

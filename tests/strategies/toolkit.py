@@ -298,6 +298,12 @@ def values_of(found: Mapping[str, list[Any]], case: str | Callable[[str], Any]) 
     return values
 
 
+def errors_of(found: Mapping[str, list[Any]], case: str) -> list[CaseError]:
+    """Return the traceback of a case on each rank; fails if a rank has none."""
+    assert all(isinstance(value, CaseError) for value in found[case]), found[case]
+    return found[case]
+
+
 def gather(value: Any) -> list[Any]:
     """Return the values of all ranks."""
     values = [None] * WORLD_SIZE
