@@ -40,9 +40,8 @@ def steps(rng, loader, ahead, stop=None, used=0, between=lambda: None):
     return made, rng.record(number if number == stop and has_fetched else None)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("stop", [0, 1, 3, 4])
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 0), (0, 1), (0, 2), (1, 0), (2, 1)])
+@pytest.mark.parametrize("stop", [0, 1, 4])
 def test_an_interrupted_epoch_goes_on_as_the_whole_one(workers, ahead, stop):
     loader = DataLoader(Noise(), batch_size=2, shuffle=True, num_workers=workers)
     torch.manual_seed(1)

@@ -187,19 +187,9 @@ def test_any_number_of_ranks_trains_as_one_process(wanted, ranks, is_complete, t
         assert of_rank_0 == ([4, 2] if ranks == 2 else [3, 1])
 
 
-def test_wrong_arguments_are_refused_before_ranks_are_started():
-    for arguments, error, message in (
-        ({"split": [1, 3], "balance": "even"}, ValueError, "`split=.*` and `balance='even'` exclude each other"),
-        ({"uneven_inputs": "stop"}, TypeError, "argument of the strategy `ddp_join`"),
-        ({"splits": [1, 2]}, TypeError, "`splits` is not an argument of this strategy"),
-    ):
-        with pytest.raises(error, match=message):
-            BalancedDDPStrategy(**arguments)
+def test_a_number_of_proportions_that_does_not_fit_is_refused_before_ranks_are_started():
     with pytest.raises(ValueError, match=r"`split=.*` has 3 entries for 2 ranks"):
         quiet_trainer(BalancedDDPStrategy(split=[1, 2, 3]), 2)
-
-
-# ---------------------------------------------------------------- manual optimization, batch normalisation
 
 
 def normalise(is_normalised: bool, folder: str) -> Any:
@@ -212,14 +202,9 @@ def normalise(is_normalised: bool, folder: str) -> Any:
     return sizes.sizes, trace.digests
 
 
-@pytest.fixture(scope="module")
-def others():
-    normalised = {f"{is_normalised}": partial(normalise, is_normalised) for is_normalised in (True, False)}
-    return run_on_ranks(2, normalised)
-
-
-def test_batch_normalisation_gets_no_single_sample(others):
-    (sizes, digests), (other_sizes, other_digests) = values_of(others, "True")
+def test_batch_normalisation_gets_no_single_sample():
+    found = run_on_ranks(2, {f"{is_normalised}": partial(normalise, is_normalised) for is_normalised in (True, False)})
+    (sizes, digests), (other_sizes, other_digests) = values_of(found, "True")
     assert sizes == other_sizes == [(2, 6)] * 3  # not (1, 7)
     assert digests == other_digests != []
-    assert [sizes for sizes, _ in values_of(others, "False")] == [[(1, 7)] * 3] * 2
+    assert [sizes for sizes, _ in values_of(found, "False")] == [[(1, 7)] * 3] * 2

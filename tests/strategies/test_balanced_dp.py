@@ -1,4 +1,4 @@
-"""Arguments, refusals and steps of `balanced_dp`: chunks, errors of replicas, steps that return None."""
+"""Refusals and steps of `balanced_dp`: chunks, errors of replicas, steps that return None."""
 
 import importlib
 import logging
@@ -23,31 +23,6 @@ from tests.support.training import (
     seeded,
     train,
 )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"gpu0_batch_size": -1}, ValueError, "`gpu0_batch_size` must be at least 0, got -1. Use 0 to keep"),
-        ({"gpu0_batch_size": 2.0}, TypeError, "`gpu0_batch_size` must be an integer, got 2.0"),
-        ({"gpu0_batch_size": True}, TypeError, "`gpu0_batch_size` must be an integer, got True"),
-        ({"gpu0_batch_size": 2, "split": [1, 2]}, ValueError, "exclude each other"),
-        ({"balance": "even", "split": [1, 2]}, ValueError, "exclude each other"),
-        ({"split": "12"}, TypeError, "`split` must be a sequence of numbers, got '12'"),
-        ({"split": 3}, TypeError, "`split` must be a sequence of numbers, got 3"),
-        ({"split": [1, -1]}, ValueError, "`split` must hold non-negative numbers"),
-        ({"split": [0, 0]}, ValueError, "not all zero"),
-        ({"split": [1, float("nan")]}, ValueError, "`split` must hold non-negative numbers"),
-        ({"split": []}, ValueError, "`split` must hold non-negative numbers"),
-        ({"balance": "odd"}, ValueError, '`balance` must be "even" or "auto", got \'odd\''),
-        ({"weight_by": "token"}, ValueError, "`weight_by` must be one of"),
-        ({"batch_dim": -1}, ValueError, "`batch_dim` must be at least 0, got -1"),
-        ({"unknown": 1}, TypeError, "unknown"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_the_constructor(arguments, error, message):
-    with pytest.raises(error, match=message):
-        BalancedDataParallelStrategy(**arguments)
 
 
 def test_the_registered_name_makes_one_process_with_a_replica_per_device():

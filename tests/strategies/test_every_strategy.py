@@ -28,20 +28,43 @@ from tests.support.training import quiet_trainer
 
 STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]
 UNUSED = ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"]
-REFUSED = [
-    *[({name: True}, TypeError, f"`{name}` is not needed: .* Delete the argument.") for name in UNUSED],
-    ({"bucket_cap": 1}, TypeError, r"`bucket_cap` is not an argument of this strategy\. Did you mean `bucket_cap_mb`"),
-    *[({"bucket_cap_mb": size}, ValueError, "`bucket_cap_mb` must be above 0 MiB") for size in (0, -1, float("nan"))],
-    ({"batch_dim": -1}, ValueError, "`batch_dim` must be"),
+OF_CHUNKS = [
+    ({"gpu0_batch_size": -1}, ValueError, "`gpu0_batch_size` must be at least 0, got -1. Use 0 to keep"),
+    ({"gpu0_batch_size": 2.0}, TypeError, "`gpu0_batch_size` must be an integer, got 2.0"),
+    ({"gpu0_batch_size": True}, TypeError, "`gpu0_batch_size` must be an integer, got True"),
+    ({"gpu0_batch_size": 2, "split": [1, 2]}, ValueError, "exclude each other"),
+    ({"balance": "even", "split": [1, 2]}, ValueError, "`split=.*` and `balance='even'` exclude each other"),
+    ({"split": "12"}, TypeError, "`split` must be a sequence of numbers, got '12'"),
+    ({"split": 3}, TypeError, "`split` must be a sequence of numbers, got 3"),
+    ({"split": [1, -1]}, ValueError, "`split` must hold non-negative numbers"),
+    ({"split": [0, 0]}, ValueError, "not all zero"),
+    ({"split": [1, float("nan")]}, ValueError, "`split` must hold non-negative numbers"),
+    ({"split": []}, ValueError, "`split` must hold non-negative numbers"),
+    ({"balance": "odd"}, ValueError, '`balance` must be "even" or "auto", got \'odd\''),
+]
+OF_ALL = [
+    ({"batch_dim": -1}, ValueError, "`batch_dim` must be at least 0, got -1"),
     ({"batch_dim": 0.5}, TypeError, "`batch_dim` must be"),
     ({"weight_by": "token"}, ValueError, "`weight_by` must be one of"),
     ({"weight_by": TokenCount}, TypeError, r"`weight_by` is the class `TokenCount`. Use an object: `TokenCount\(\)`"),
+]
+OF_RANKS = [
+    *[({name: True}, TypeError, f"`{name}` is not needed: .* Delete the argument.") for name in UNUSED],
+    *[({"bucket_cap_mb": size}, ValueError, "`bucket_cap_mb` must be above 0 MiB") for size in (0, -1, float("nan"))],
     *[
         ({"stall_timeout": timedelta(seconds=s)}, ValueError, "`stall_timeout` must be above 0 seconds")
         for s in (0, -1)
     ],
     ({"stall_timeout": "soon"}, TypeError, "`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"),
 ]
+# Ranks without data do not run a hook that keeps a state.
+STATEFUL = {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": object()}
+REFUSED = {
+    BalancedDataParallelStrategy: [*OF_ALL, *OF_CHUNKS],
+    BalancedDDPStrategy: [*OF_ALL, *OF_CHUNKS, *OF_RANKS],
+    DDPCheckpointStrategy: [*OF_ALL, *OF_RANKS],
+    DDPJoinStrategy: [*OF_ALL, *OF_RANKS, (STATEFUL, ValueError, "must be one of torch's that keep no state")],
+}
 
 
 STARTS = [
@@ -76,6 +99,8 @@ MEANT = [
     (BalancedDataParallelStrategy, "gpu0_bsz", "Did you mean `gpu0_batch_size`"),
     (BalancedDDPStrategy, "gpu0_bsz", "Did you mean `gpu0_batch_size`"),
     (DDPJoinStrategy, "uneven_input", "Did you mean `uneven_inputs`"),
+    (DDPCheckpointStrategy, "bucket_cap", "Did you mean `bucket_cap_mb`"),
+    (BalancedDDPStrategy, "uneven_inputs", "It is an argument of the strategy `ddp_join`"),
     (DDPJoinStrategy, "backend", "Did you mean `process_group_backend`"),
     (DDPJoinStrategy, "checkpointing", "Did you mean `activation_checkpointing`"),
     (DDPJoinStrategy, "gpu0_batch_size", "It is an argument of the strategies `balanced_dp` and `balanced_ddp`"),
@@ -124,13 +149,11 @@ def test_an_argument_of_another_class_in_the_chain_is_not_swallowed(make, given)
         make()
 
 
-def test_wrong_arguments_are_refused_with_a_remedy():
-    for arguments, error, message in REFUSED:
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_wrong_arguments_are_refused_with_a_remedy(strategy):
+    for arguments, error, message in REFUSED[strategy]:
         with pytest.raises(error, match=message):
-            DDPCheckpointStrategy(**arguments)
-    # Ranks without data do not run it.
-    with pytest.raises(ValueError, match="`ddp_comm_hook` must be one of torch's that keep no state"):
-        DDPJoinStrategy(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=object())
+            strategy(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")

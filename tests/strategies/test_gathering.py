@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -208,22 +208,12 @@ class Collecting(LightningModule):
         self.rows: list[Tensor] = []
         self.found: dict[str, dict[str, Any]] = {}
 
-    def step(self, batch: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.rows.append(batch[0])
         self.positives.update(batch[0])
         return self.scale * batch[0].mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.step(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.step(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.step(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.step(batch)
+    validation_step = test_step = predict_step = training_step
 
     def end(self, hook: str) -> None:
         rows = torch.cat(self.rows) if self.rows else torch.empty(0)
@@ -234,20 +224,12 @@ class Collecting(LightningModule):
         self.positives.reset()
         self.rows.clear()
 
-    def on_validation_epoch_end(self) -> None:
-        self.end("on_validation_epoch_end")
-
-    def on_test_epoch_end(self) -> None:
-        self.end("on_test_epoch_end")
-
-    def on_predict_epoch_end(self) -> None:
-        self.end("on_predict_epoch_end")
-
-    def on_train_epoch_end(self) -> None:
-        self.end("on_train_epoch_end")
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+for hook in HOOKS:
+    setattr(Collecting, hook, partialmethod(Collecting.end, hook))
 
 
 def collect(kind: str, counts: Sequence[int], folder: str) -> Any:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,6 +15,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from tests.support import devices as test_devices
+
+# For each Trainer, Lightning reads the metadata of all installed packages, which takes longer than a step of a test.
+registry.entry_points = cache(registry.entry_points)
 
 FEATURES, CLASSES = 5, 3
 SPLITS: list[tuple[list[int] | None, int]] = [
