@@ -1,8 +1,9 @@
 """Loops of Fabric on ranks: data, checkpoints, several models, values of ranks, and misuse. One launch."""
 
+import re
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain, permutations, product
@@ -33,6 +34,16 @@ def launched(strategy: Any = None, **options: Any) -> Fabric:
     fabric = Fabric(strategy=strategy or DDPJoinStrategy(), accelerator="cpu", devices=WORLD_SIZE, **options)
     fabric.launch()
     return fabric
+
+
+def prepare(strategy: Any, data: Any = (), batch_size: int | None = None, is_dealt: bool = False) -> tuple[Any, ...]:
+    """Set up a layer of one weight, an optimizer, and a loader of this rank's data, or of data that are dealt out."""
+    fabric = launched(strategy)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size), use_distributed_sampler=is_dealt)
+    return fabric, model, optimizer, loader
 
 
 STRATEGIES = {
@@ -213,16 +224,15 @@ def test_windows_may_be_dropped() -> None:
 
 
 def drop_windows(of_rank_1: int, set_to_none: bool, has_other_gradients: bool) -> list[float]:
-    fabric, seen = launched(DDPJoinStrategy()), []
-    model = fabric.setup(nn.Linear(1, 1, bias=False))
+    filled = ((4, 1.0), (2, 2.0), (1, 7.0)) if RANK == 0 else ((1, 3.0), (3, 5.0))[:of_rank_1]
+    batches = [torch.full((size, 1), value) for size, value in filled]
+    fabric, model, _, loader = prepare(DDPJoinStrategy(), batches)
     if has_other_gradients:
         other = fabric.setup(nn.Linear(1, 1))
         fabric.strategy.batch_weight = 1.0
         fabric.backward(other(torch.ones(1, 1)).sum())
+    seen: list[float] = []
     model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(parameter.grad)))
-    filled = ((4, 1.0), (2, 2.0), (1, 7.0)) if RANK == 0 else ((1, 3.0), (3, 5.0))[:of_rank_1]
-    batches = [torch.full((size, 1), value) for size, value in filled]
-    loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=None), use_distributed_sampler=False)
     for _ in range(2):
         for number, batch in enumerate(loader):
             if number % 2 == 0:
@@ -305,38 +315,43 @@ def of_one_process(rule: str, batches: Any, loop: str) -> float:
 
 
 @pytest.mark.ranks(2)
-def test_loops_that_differ() -> None:
-    """Leave out different batches on the ranks, and take batches ahead; return the errors and the warning."""
-    said = {}
-    for name, make in (("ddp_join", DDPJoinStrategy), ("balanced_ddp", lambda: BalancedDDPStrategy(split=[1, 1]))):
-        fabric = launched(make())
-        model = fabric.setup(nn.Linear(1, 1))
-        loader = fabric.setup_dataloaders(DataLoader(torch.ones(12, 1), batch_size=3))
-        with pytest.raises(RanksOutOfStepError) as error:  # noqa: PT012
-            for number, batch in enumerate(loader):
-                if number != RANK:
-                    fabric.backward(model(batch).mean())
-        said[name] = str(error.value)
-    for name, make in STRATEGIES.items():
-        for rank in range(2):  # that makes steps; the other one does not
-            fabric = launched(make())
-            model, optimizer = fabric.setup(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
-            loader = fabric.setup_dataloaders(DataLoader(torch.ones(12, 1), batch_size=3))
-            with pytest.raises(RanksOutOfStepError) as error:  # noqa: PT012
-                for batch in loader:
-                    fabric.backward(model(batch).mean())
-                    if rank == RANK:
-                        optimizer.step()
-            said[f"steps of rank {rank} under {name}"] = str(error.value)
-    model, optimizer = launched().setup(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+@pytest.mark.parametrize("name", ["ddp_join", "balanced_ddp"])
+def test_leaving_out_other_batches_than_another_rank_is_an_error_that_names_both(name) -> None:
+    fabric, model, _, loader = prepare(STRATEGIES[name](), torch.ones(12, 1), 3, is_dealt=True)
+    places = [f"batch {number} of its loader, counted over all epochs" for number in (1, 2)]
+    pairs = [f"synchronises gradients at {own}, others at {other}." for own, other in permutations(places)]
+    with pytest.raises(RanksOutOfStepError, match="|".join(pairs)):  # noqa: PT012
+        for number, batch in enumerate(loader):
+            if number != RANK:
+                fabric.backward(model(batch).mean())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_optimizer_steps_of_one_rank_alone_are_an_error(name, rank) -> None:
+    fabric, model, optimizer, loader = prepare(STRATEGIES[name](), torch.ones(12, 1), 3, is_dealt=True)
+    with pytest.raises(RanksOutOfStepError, match="optimizer steps, others"):  # noqa: PT012
+        for batch in loader:
+            fabric.backward(model(batch).mean())
+            if rank == RANK:
+                optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_was_set_by_hand_is_refused_once_the_optimizer_has_a_state() -> None:
+    _, model, optimizer, _ = prepare(DDPJoinStrategy())
     model.weight.grad = torch.zeros(1, 1)
-    optimizer.step()  # creates the state of an optimizer
+    optimizer.step()
     (model.weight.grad,) = torch.autograd.grad(model(torch.ones(1, 1)).sum(), [model.weight])
     with pytest.raises(UnsynchronizedGradientsError):
         optimizer.step()
-    fabric = launched(DDPJoinStrategy())
-    model = fabric.setup(nn.Linear(1, 1))
-    loader = fabric.setup_dataloaders(DataLoader(torch.ones(10, 1), batch_size=2))  # 2, 2 and 1 on a rank
+
+
+@pytest.mark.ranks(2)
+def test_batches_that_are_taken_ahead_have_the_weight_of_the_last_one_with_a_warning() -> None:
+    data = torch.ones(10, 1)  # batches of 2, 2 and 1 on a rank
+    fabric, model, _, loader = prepare(DDPJoinStrategy(), data, 2, is_dealt=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -346,33 +361,26 @@ def test_loops_that_differ() -> None:
                     fabric.backward(model(batch).mean())
     (ahead,) = [str(one.message) for one in caught if "batch_weight" in str(one.message)]
     assert "uses the weight of the last one, 1." in ahead
-    places = [f"batch {number} of its loader, counted over all epochs" for number in (1, 2)]
-    pairs = [f"synchronises gradients at {own}, others at {other}." for own, other in permutations(places)]
-    for name, text in said.items():
-        assert "optimizer steps, others" in text if name.startswith("steps of rank") else any(
-            pair in text for pair in pairs
-        ), text  # fmt: skip
+
+
+def refuses(error: type[Exception], text: str) -> Any:
+    return pytest.raises(error, match=re.escape(text))
 
 
 @pytest.mark.ranks(2)
-def test_errors_say_what_to_do() -> None:
+def test_a_backward_pass_needs_a_module_and_a_weight_and_a_step_the_gradient_of_all_ranks() -> None:
     fabric = launched(DDPCheckpointStrategy())
     model = nn.Linear(5, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = {}
-    with pytest.raises(RuntimeError) as error:
+    with refuses(RuntimeError, "Call `model = fabric.setup(model)` first"):
         fabric.backward(model(torch.ones(1, 5)).sum())
-    said["no module"] = str(error.value)
-    model, optimizer = fabric.setup(model, optimizer)
-    with pytest.raises(RuntimeError) as error:
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with refuses(RuntimeError, "Call it inside of such a loop, or set `fabric.strategy.batch_weight`"):
         fabric.backward(model(torch.ones(1, 5)).sum())
-    said["no weight"] = str(error.value)
     fabric.strategy.batch_weight = 1.0 + RANK
     with fabric.no_backward_sync(model):
         fabric.backward(model(torch.full((1, 5), float(RANK))).sum())
-    with pytest.raises(UnsynchronizedGradientsError) as error:
+    with refuses(UnsynchronizedGradientsError, "leave the last one before a step out of `fabric.no_backward_sync`"):
         optimizer.step()
-    said["not synchronised"] = str(error.value)
     fabric.backward(model(torch.full((1, 5), float(RANK))).sum())
     expected = sum(rank * (1 + rank) for rank in range(WORLD_SIZE)) / sum(1 + rank for rank in range(WORLD_SIZE))
     torch.testing.assert_close(model.weight.grad, torch.full((1, 5), 2 * expected))
@@ -380,41 +388,38 @@ def test_errors_say_what_to_do() -> None:
     other = fabric.setup_optimizers(torch.optim.SGD([model.weight, own], lr=0.1))
     other.zero_grad()
     fabric.backward((own * model(torch.ones(1, 5))).sum())
-    with pytest.raises(UnsynchronizedGradientsError) as error:
-        other.step()
-    said["no parameter of a module"] = str(error.value)
-    with pytest.raises(UnsynchronizedGradientsError) as error:
-        other.optimizer.step()
-    said["the same, without Fabric"] = str(error.value)
+    for step in (other.step, other.optimizer.step):
+        with refuses(UnsynchronizedGradientsError, "Create it as an `nn.Parameter` of a module before `fabric.setup`"):
+            step()
+
+
+@pytest.mark.ranks(2)
+def test_windows_of_two_modules_end_together() -> None:
     fabric = launched(DDPCheckpointStrategy())
     models = [fabric.setup(nn.Linear(1, 1)) for _ in range(2)]
     fabric.strategy.batch_weight = 1.0
     for _ in range(2):  # one window of two modules
         with fabric.no_backward_sync(models[0]), fabric.no_backward_sync(models[1]):
             fabric.backward(models[1](models[0](torch.ones(1, 1))).sum())
-    with pytest.raises(UnsupportedFeatureError) as error, fabric.no_backward_sync(models[1], enabled=False):
+    message = "End the accumulation of one module before that of the next begins"
+    with refuses(UnsupportedFeatureError, message), fabric.no_backward_sync(models[1], enabled=False):
         fabric.backward(models[1](torch.ones(1, 1)).sum())
-    said["two windows"] = str(error.value)
-    loader = fabric.setup_dataloaders(DataLoader([{"name": "a"}], batch_size=None), use_distributed_sampler=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_cannot_be_counted_is_refused_by_the_backward_pass_alone() -> None:
+    fabric, model, _, loader = prepare(DDPCheckpointStrategy(), [{"name": "a"}])
     batches = iter(loader)
     assert next(batches) == {"name": "a"}  # an evaluation needs no weight
     assert fabric.strategy.batch_weight is None
-    with pytest.raises(ValueError, match="cannot be counted") as error:
-        fabric.backward(models[0](torch.ones(1, 1)).sum())
-    said["no samples"] = str(error.value)
-    fabric = launched(DDPJoinStrategy(uneven_inputs="error"))
-    with pytest.raises(UnevenInputsError) as error:
-        fabric.setup_dataloaders(DataLoader([0] * (1 + RANK)), use_distributed_sampler=False)
-    said["uneven"] = str(error.value)
-    assert "Call `model = fabric.setup(model)` first" in said["no module"]
-    assert "Call it inside of such a loop, or set `fabric.strategy.batch_weight`" in said["no weight"]
-    assert "leave the last one before a step out of `fabric.no_backward_sync`" in said["not synchronised"]
-    for name in ("no parameter of a module", "the same, without Fabric"):
-        assert "a parameter of shape [1], which was not part of the module" in said[name]
-        assert "Create it as an `nn.Parameter` of a module before `fabric.setup`" in said[name]
-    assert "Pass a callable `weight_by`" in said["no samples"]
-    assert "End the accumulation of one module before that of the next begins" in said["two windows"]
-    assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]
+    with pytest.raises(ValueError, match=r"cannot be counted.* Pass a callable `weight_by`"):
+        fabric.backward(model(torch.ones(1, 1)).sum())
+
+
+@pytest.mark.ranks(2)
+def test_uneven_loaders_are_refused_on_request() -> None:
+    with refuses(UnevenInputsError, "rank 0 runs out of data after batch 1, while rank 1 has 2 batches"):
+        prepare(DDPJoinStrategy(uneven_inputs="error"), [0] * (1 + RANK))
 
 
 def share(folder: str, stop: int | None, resumes: bool, own_generator: bool = False) -> Any:
@@ -490,12 +495,10 @@ def shared_batches_after_the_checkpoint(folder: str) -> Any:
 
 
 @pytest.mark.ranks(2)
-def test_batches_taken_ahead() -> None:
-    """Rank 1 lacks the third batch. Gradients are exact with a weight for each batch; one for a copy is an error."""
-    fabric = launched()
-    model = fabric.setup(nn.Linear(1, 1, bias=False))
+def test_batches_taken_ahead_are_exact_with_given_weights_and_a_weight_of_a_copy_is_an_error() -> None:
+    """Rank 1 lacks the third batch."""
     own = [torch.full((1 + number, 1), float(number + 5 * RANK)) for number in range(3 - RANK)]
-    loader = fabric.setup_dataloaders(DataLoader(own, batch_size=None), use_distributed_sampler=False)
+    fabric, model, _, loader = prepare(DDPJoinStrategy(), own)
     batches = iter(loader)
     taken = [(next(batches), fabric.strategy.batch_weight) for _ in range(3)]
     gradients = []
@@ -504,17 +507,13 @@ def test_batches_taken_ahead() -> None:
         fabric.strategy.batch_weight = weight
         fabric.backward(model(batch).mean())
         gradients.append(float(model.weight.grad))
-    said = ""
-    try:
+    assert gradients == pytest.approx([(0 * 1 + 5 * 1) / 2, (1 * 2 + 6 * 2) / 4, 2.0])
+    about = "rank 1: `batch_weight` was set to 2 for a batch that stands in for missing data"
+    with refuses(ValueError, about) if RANK else nullcontext():
         for number, batch in enumerate(loader):
             fabric.strategy.batch_weight = len(batch)
             if number < 2:  # rank 1 has an error in the third step
                 fabric.backward(model(batch).mean())
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    assert gradients == pytest.approx([(0 * 1 + 5 * 1) / 2, (1 * 2 + 6 * 2) / 4, 2.0])
-    about = "rank 1: `batch_weight` was set to 2 for a batch that stands in for missing data"
-    assert said.startswith(f"ValueError: {about}") if RANK else not said
 
 
 @pytest.mark.ranks(2)
@@ -555,43 +554,37 @@ def test_shares_follow_the_speed() -> None:
     assert [one + other for one, other in zip(slow, fast, strict=True)] == [12] * 30
 
 
+MISUSED = [
+    ("`split=[1, 2, 3]` has 3 entries for 2 ranks", {"split": [1, 2, 3]}, lambda: [0]),
+    ("a loader has a `DistributedSampler` with `num_replicas=2`", {},
+     lambda: DataLoader(range(4), sampler=torch.utils.data.DistributedSampler(range(4), 2, RANK))),
+    ("the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1", {},
+     lambda: DataLoader(Stream([1, 2]), num_workers=RANK)),
+]  # fmt: skip
+
+
 @pytest.mark.ranks(2)
-def test_misused_sharing() -> None:
-    said = []
-    for options, make in (
-        ({"split": [1, 2, 3]}, None),
-        ({}, lambda: DataLoader(range(4), sampler=torch.utils.data.DistributedSampler(range(4), 2, RANK))),
-        ({}, lambda: DataLoader(Stream([1, 2]), num_workers=RANK)),
-    ):
-        try:
+def test_data_that_ranks_cannot_share_is_refused() -> None:
+    for text, options, make in MISUSED:
+        with pytest.raises(Exception, match=re.escape(text)):
             launched(BalancedDDPStrategy(**options)).setup_dataloaders(make())
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    with pytest.raises(TypeError, match="argument of the strategy `ddp_join`"):
-        BalancedDDPStrategy(uneven_inputs="stop")
-    number, sampler, workers = said
-    assert number.startswith("ValueError: `split=[1, 2, 3]` has 3 entries for 2 ranks")
-    assert sampler.startswith("UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`")
-    assert "the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1" in workers
 
 
 @pytest.mark.ranks(2)
-def test_streams_that_end_earlier_on_a_rank() -> None:
-    said = []
-    for size, trains in product((4, 5, 3, 0), (True, False)):
-        fabric = launched(BalancedDDPStrategy())
-        model, optimizer = fabric.setup(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
-        items = list(torch.arange(6.0).reshape(6, 1))
-        loader = fabric.setup_dataloaders(DataLoader(Stream(items[: size if RANK else 6]), batch_size=2))
-        try:
-            for batch in loader:
-                if trains:
-                    fabric.backward(model(batch).mean())
-                    optimizer.step()
-        except UnevenInputsError as error:
-            said.append(str(error).partition(", and has more on other ranks")[0])
-    ends = ("2 batches", "2 batches and 1 samples", "1 batches and 1 samples", "0 batches")
-    assert said == [f"rank 1: `Stream` ended after {end}" for end in ends for _ in range(2)]
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("size", "end"),
+    [(4, "2 batches"), (5, "2 batches and 1 samples"), (3, "1 batches and 1 samples"), (0, "0 batches")],
+)
+def test_a_stream_that_ends_earlier_on_a_rank_is_an_error(size, end, trains) -> None:
+    items = Stream(list(torch.arange(6.0).reshape(6, 1))[: size if RANK else 6])
+    fabric, model, optimizer, loader = prepare(BalancedDDPStrategy(), items, 2)
+    text = f"rank 1: `Stream` ended after {end}, and has more on other ranks"
+    with pytest.raises(UnevenInputsError, match=text):  # noqa: PT012
+        for batch in loader:
+            if trains:
+                fabric.backward(model(batch).mean())
+                optimizer.step()
 
 
 @pytest.mark.ranks(2)
@@ -620,8 +613,7 @@ def backward_without_a_loader(rule: str, gives_weight: bool) -> list[float]:
     """Return the gradients of two windows of two losses that no loader has given the batches of."""
     found = []
     for kind in (DDPCheckpointStrategy, DDPJoinStrategy, BalancedDDPStrategy):
-        fabric = launched(kind(weight_by=rule))
-        model, optimizer = fabric.setup(model := nn.Linear(1, 1, bias=False), torch.optim.SGD(model.parameters()))
+        fabric, model, optimizer, _ = prepare(kind(weight_by=rule))
         for number in range(4):
             if gives_weight:
                 fabric.strategy.batch_weight = 1.0
@@ -752,9 +744,8 @@ def test_counts_of_each_rank_are_added_up_in_the_loop() -> None:
 @pytest.mark.ranks(2)
 def test_a_rank_with_fewer_batches(folder: str) -> None:
     """Rank 1 leaves out the last batch; the other rank and its calls have an error. This test has to be the last."""
-    fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
-    model = fabric.setup(nn.Linear(1, 1))
-    loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank
+    data = torch.ones(6, 1)  # 3 batches on a rank
+    fabric, model, _, loader = prepare(DDPCheckpointStrategy(timeout=timedelta(seconds=5)), data, 1, is_dealt=True)
 
     def train() -> None:
         for number, batch in enumerate(loader):
