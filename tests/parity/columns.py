@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_ddp_ext as for_trainer
 from lightning_ddp_ext import fabric as for_fabric
-from tests.strategies.toolkit import RANK, Stream, digest_of, samples, trainer
+from tests.strategies.toolkit import RANK, SizedStream, Stream, digest_of, samples, trainer
 
 Sizes = Sequence[Sequence[int]]
 UNEVEN = ((3, 5, 2, 4), (1, 2, 7), (2, 1))
@@ -28,17 +28,6 @@ def classified(indices: Tensor) -> tuple[Tensor, ...]:
 def pairs(indices: Tensor) -> tuple[Tensor, ...]:
     """Features and labels."""
     return classified(indices)[:2]
-
-
-class SizedStream(Stream):
-    """Announces more batches than it has."""
-
-    def __init__(self, items: Sequence[Any], missing: int) -> None:
-        super().__init__(items)
-        self.missing = missing
-
-    def __len__(self) -> int:
-        return len(self.items) + self.missing
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,13 @@ class Recorder(Callback):
 def load(row: Row, batches: Any) -> DataLoader:
     if isinstance(batches, DataLoader):
         return batches
-    data = SizedStream(batches, row.missing) if row.missing else Stream(batches) if row.is_stream else list(batches)
+    data = (
+        SizedStream(batches, len(batches) + row.missing)
+        if row.missing
+        else Stream(batches)
+        if row.is_stream
+        else list(batches)
+    )
     return DataLoader(data, batch_size=None)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ddp_ext import ClassWeights, TokenCount
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from tests.parity import models
-from tests.parity.columns import COLUMNS, POOL, UNEVEN, Row, Run, pairs
+from tests.parity.columns import COLUMNS, POOL, UNEVEN, Column, Row, Run, pairs
 from tests.parity.models import CHANGES, CLASS_WEIGHTS, Language, Layers, texts
 from tests.strategies.toolkit import RANK, Adversaries, Classifier, Fused, Polyak
 from tests.support.training import CachesMask, normalised_network
@@ -279,7 +279,7 @@ if hasattr(callbacks, "EMAWeightAveraging"):  # Lightning 2.6
     )
 
 BY_HAND = "rank {}: `Adam` is about to step"
-OUT_OF_STEP = "RanksOutOfStepError: rank {} has made"
+FEWER = " optimizer steps, others "
 JOINED = [[4] * 4, [4] * 4, [4]]  # the third rank runs out of batches
 RATE = "setting `lr` of parameter group 0 of optimizer 0 (SGD) is "
 
@@ -295,10 +295,9 @@ def differs(hook: str, change: Any, text: str, **options: Any) -> Row:
 REFUSED = {
     "raw backward": refused(models.RawBackward, BY_HAND),
     "gradients set by hand": refused(models.ByHandAlone, BY_HAND),
-    "steps of one rank": refused(models.SteppingAlone, OUT_OF_STEP),
-    "steps of one rank in the uneven phase": refused(partial(models.SteppingAlone, after=4), OUT_OF_STEP, JOINED,
-                                                     JOIN_3),
-    "steps of one rank in the last batch": refused(partial(models.SteppingAlone, after=6), OUT_OF_STEP, JOINED, JOIN_3,
+    "steps of one rank": refused(models.SteppingAlone, "RanksOutOfStepError: rank {} has made"),
+    "steps of one rank in the uneven phase": refused(partial(models.SteppingAlone, after=4), FEWER, JOINED, JOIN_3),
+    "steps of one rank in the last batch": refused(partial(models.SteppingAlone, after=6), FEWER, JOINED, JOIN_3,
                                                    epochs=1),
     "steps of other optimizers": refused(
         partial(models.SteppingAlone, steps_first=True), "as many as others, but not with the same optimizers"
@@ -359,10 +358,15 @@ def train_row(column: str, name: str, is_wrong: bool = False, folder: str = "") 
     return with_dtype_kept(COLUMNS[column].train, ROWS[name], is_wrong)
 
 
-@functools.cache
 def train_alone(column: str, name: str) -> Run:
-    """Train a row in one process on the batches of all ranks."""
-    return with_dtype_kept(COLUMNS[column].alone, ROWS[name])
+    """Train a row in one process on the batches of all ranks, once for all columns with the same batches."""
+    ranks = COLUMNS[column].ranks or (2 if ROWS[name].windows == 1 else 0)
+    return train_once(Column(object, ranks, COLUMNS[column].is_even), name)
+
+
+@functools.cache
+def train_once(batches: Column, name: str) -> Run:
+    return with_dtype_kept(batches.alone, ROWS[name])
 
 
 def with_dtype_kept(train: Callable[..., Run], row: Row, *args: Any) -> Run:

@@ -4,10 +4,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.strategies.test_balanced_ddp import Case, alone, joined
-from tests.strategies.toolkit import run_on_ranks, values_of
+from tests.strategies.toolkit import part_of_a_run, run_on_ranks, selected, values_of, with_slow
 
 Long = partial(Case, 469, batch_size=16)  # 30 batches of 16 samples, the last of 5
 CASES = {
@@ -25,16 +24,20 @@ CASES = {
 }
 
 
+QUICK = {"in time", "accumulated", "workers", "stream", "scarce memory"}  # the others are slow
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
+    chosen = {name: CASES[name] for name in CASES if name in selected(request, "name") | {"in time"}}
     others = {
         "swapped": Long(speeds=[(1, 3)] * 30 + [(3, 1)]),
         "deterministic": Long(of_trainer={"deterministic": True}),  # the last one, because it changes the process
     }
-    return run_on_ranks(2, {**CASES, **others}, tmp_path_factory.mktemp("auto"))
+    return run_on_ranks(2, {**chosen, **others}, tmp_path_factory.mktemp("auto"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, QUICK))
 def test_shares_follow_the_speeds_and_the_training_is_the_one_of_one_process(found, name):
     by_rank = values_of(found, name)
     (_, _, digests, sizes), *_ = by_rank
@@ -70,14 +73,8 @@ def test_deterministic_runs_share_evenly(found):
 
 def resume(steps: int, until: bool, folder: str) -> Any:
     """Train until a checkpoint is saved after a step, or from it on."""
-    path = f"{folder}/{steps}.ckpt"
-    if until:
-        saving = ModelCheckpoint(folder, f"{steps}", every_n_train_steps=steps, save_top_k=-1)
-        options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": steps}
-    else:
-        options = {"ckpt_path": path}
     workers = {"num_workers": 2} if steps == 40 else {}
-    return Long(of_trainer=options, of_loader=workers)(folder)
+    return Long(of_trainer=part_of_a_run(f"{folder}/{steps}", steps, until), of_loader=workers)(folder)
 
 
 POINTS = (9, 30, 40)  # a change is decided and not in effect; the end of the first epoch; within the second epoch

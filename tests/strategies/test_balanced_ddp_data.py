@@ -11,7 +11,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -33,9 +32,11 @@ from tests.strategies.toolkit import (
     CLASSES,
     RANK,
     Noisy,
+    SizedStream,
     Stream,
     errors_of,
     fit,
+    part_of_a_run,
     run_on_ranks,
     samples,
     selected,
@@ -73,11 +74,6 @@ class Diverging(Halves):
 class EndingEarlier(Halves):
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0, 5], [6, 7], [8]][: 3 - RANK])
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return 21
 
 
 class Chunks:
@@ -305,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "UnevenInputsError: rank 1: `Stream` ended after 3 batches and 1 samples, and has more on other ranks",
     ),
     "stream with a length that ends several batches earlier on a rank": (
-        lambda: DataLoader(SizedStream(list(data())[: 21 if RANK else 1]), 4),
+        lambda: DataLoader(SizedStream(list(data())[: 21 if RANK else 1], 21), 4),
         "UnevenInputsError: rank 0: `SizedStream` ended after 0 batches and 1 samples, and has more on other ranks",
     ),
     "validation on a stream that ends one short batch earlier on a rank": (
@@ -431,13 +427,8 @@ STEPS = {"own batch sampler": 4, "several": 5}  # else 7 of 2 x 5 or 2 x 6; this
 def see(name: str, steps: int, until: bool, folder: str) -> dict[int, list[int]]:
     """Train two epochs until a checkpoint is saved after a step, or from it on; returns the samples by batch."""
     module = OfBoth() if name == "several" else Recording()
-    path, options = f"{folder}/{name}-{steps}.ckpt", {}
     torch.rand(3 * RANK + until)
-    if until:
-        saving = ModelCheckpoint(folder, f"{name}-{steps}", every_n_train_steps=steps, save_top_k=-1)
-        options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": steps}
-    else:
-        options = {"ckpt_path": path}
+    options = part_of_a_run(f"{folder}/{name}-{steps}", steps, until)
     fit(module, LOADERS[name](), strategy=BalancedDDPStrategy(balance="even"), max_epochs=2, **options)
     return module.by_batch
 

@@ -146,23 +146,6 @@ def test_hooks_may_change_batches_in_place() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank() -> None:
-    """Features are outputs of a network that is part of the data; torch cannot copy them."""
-    on_shadow_ranks: list[int] = []
-
-    class Remembering(Classifier):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.trainer.strategy.is_shadow:
-                on_shadow_ranks.append(max(batch[2].tolist()))
-
-    scale = torch.ones((), requires_grad=True)
-    batches = [(features * scale, labels, 20 * RANK + indices) for features, labels, indices in loader(*COUNTS)]
-    assert_identical(fit(Remembering(), DataLoader(batches, batch_size=None))[1].digests)
-    assert len(on_shadow_ranks) == (0, 2, 3)[RANK]
-    assert all(largest < 20 for largest in on_shadow_ranks)
-
-
-@pytest.mark.ranks(3)
 def test_several_loaders_end_on_each_rank_as_in_one_process() -> None:
     """Loaders have 4, 1, 2 and 1, 3, 2 batches on the ranks."""
 

@@ -1,6 +1,5 @@
 """`ddp_join` on two ranks whose loaders have fewer batches than they announce, or other numbers in each epoch."""
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -8,13 +7,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import DDPJoinStrategy, UnevenInputsError
 from lightning_ddp_ext.loaders import lockstep_source
 from tests.strategies.toolkit import (
     RANK,
     Classifier,
+    SizedStream,
     assert_identical,
     fit,
     gather,
@@ -24,18 +24,6 @@ from tests.strategies.toolkit import (
 
 pytestmark = pytest.mark.slow
 MORE = 3  # samples or batches that are announced and missing
-
-
-class SizedStream(IterableDataset):
-    def __init__(self, items: list[Any], length: int) -> None:
-        self.items, self.length = items, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        return iter(self.items if worker is None else self.items[worker.id :: worker.num_workers])
 
 
 def stream(*counts: int, missing: int = 2 * MORE, **options: Any) -> DataLoader:

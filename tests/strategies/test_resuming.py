@@ -32,6 +32,7 @@ from tests.strategies.toolkit import (
     Stream,
     Trace,
     fit,
+    part_of_a_run,
     run_on_ranks,
     samples,
     selected,
@@ -558,10 +559,8 @@ def see(steps: int, resumes: bool, folder: str) -> list[list[int]]:
             by_epoch[trainer.current_epoch].extend(module.seen)
             module.seen.clear()
 
-    saving = ModelCheckpoint(folder, f"{steps}", every_n_train_steps=steps, save_top_k=-1)
-    options: dict[str, Any] = {"callbacks": [Collect(), saving], "enable_checkpointing": True, "max_steps": steps}
-    if resumes:
-        options = {"callbacks": [Collect()], "ckpt_path": f"{folder}/{steps}.ckpt"}
+    options = part_of_a_run(f"{folder}/{steps}", steps, not resumes)
+    options["callbacks"] = [Collect(), *options.get("callbacks", [])]
     seed_everything(int(resumes), verbose=False)
     fit(module, dealt(31), max_epochs=2, use_distributed_sampler=True, **options)
     return by_epoch

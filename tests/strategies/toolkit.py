@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.support import training
@@ -40,6 +41,21 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)
+
+
+class SizedStream(Stream):
+    """Announces a number of items, which may be wrong; workers share the items."""
+
+    def __init__(self, items: Sequence[Any], length: int) -> None:
+        super().__init__(items)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return iter(self.items if worker is None else self.items[worker.id :: worker.num_workers])
 
 
 def loader(*counts: int, stream: bool = False) -> DataLoader:
@@ -242,6 +258,15 @@ def fit(
 
 
 ALONE: dict[str, Any] = {"strategy": "auto", "devices": 1}
+
+
+def part_of_a_run(path: str, steps: int, is_first: bool) -> dict[str, Any]:
+    """Return options of a run that ends with a checkpoint after a step, or of a run that resumes from it."""
+    if not is_first:
+        return {"ckpt_path": f"{path}.ckpt"}
+    folder, name = os.path.split(path)
+    saving = ModelCheckpoint(folder, name, every_n_train_steps=steps, save_top_k=-1)
+    return {"callbacks": [saving], "enable_checkpointing": True, "max_steps": steps}
 
 
 # ---------------------------------------------------------------- cases on ranks
