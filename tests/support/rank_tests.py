@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,17 @@ def launch(request: pytest.FixtureRequest, folder: Path) -> Callable[[int], Mapp
     """Return a function of a number of ranks that runs the selected tests for it and returns their outcomes by name."""
     from tests.strategies.toolkit import run_on_ranks  # knows the rank of the process that imports it
 
-    @cache
+    found: dict[int, Mapping[str, list[Any]] | None] = {}
+
     def outcomes_of(number: int) -> Mapping[str, list[Any]]:
-        items = [item for item in request.session.items if item.path == request.path and ranks_of(item) == number]
-        cases = {item.name: partial(call, item.function, arguments_of(item)) for item in items}
-        return run_on_ranks(number, cases, folder)
+        if number not in found:
+            items = [item for item in request.session.items if item.path == request.path and ranks_of(item) == number]
+            cases = {item.name: partial(call, item.function, arguments_of(item)) for item in items}
+            found[number] = None  # a launch that fails, after its time limit perhaps, is not repeated for every test
+            found[number] = run_on_ranks(number, cases, folder)
+        outcomes = found[number]
+        assert outcomes is not None, f"the launch of {number} ranks has failed in an earlier test of this module"
+        return outcomes
 
     return outcomes_of
 
