@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +21,7 @@ from tests.strategies.toolkit import (
     Classifier,
     Momentum,
     Stream,
+    assert_identical,
     fit,
     run_on_ranks,
     samples,
@@ -192,19 +192,13 @@ def test_a_number_of_proportions_that_does_not_fit_is_refused_before_ranks_are_s
         quiet_trainer(BalancedDDPStrategy(split=[1, 2, 3]), 2)
 
 
-def normalise(is_normalised: bool, folder: str) -> Any:
-    """Return the sizes of shares of 24 samples with and without batch normalisation."""
-    module, sizes = Classifier(), Simulated([SPEEDS])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("is_normalised", "share"), [(True, (2, 6)), (False, (1, 7))])
+def test_batch_normalisation_gets_no_single_sample(is_normalised, share):
+    module, simulated = Classifier(), Simulated([SPEEDS])
     if is_normalised:
         module.network = normalised_network()
     loader = DataLoader(TensorDataset(*samples(24)), batch_size=8)
-    _, trace = fit(module, loader, strategy=BalancedDDPStrategy(split=[1, 7]), callbacks=[sizes])
-    return sizes.sizes, trace.digests
-
-
-def test_batch_normalisation_gets_no_single_sample():
-    found = run_on_ranks(2, {f"{is_normalised}": partial(normalise, is_normalised) for is_normalised in (True, False)})
-    (sizes, digests), (other_sizes, other_digests) = values_of(found, "True")
-    assert sizes == other_sizes == [(2, 6)] * 3  # not (1, 7)
-    assert digests == other_digests != []
-    assert [sizes for sizes, _ in values_of(found, "False")] == [[(1, 7)] * 3] * 2
+    _, trace = fit(module, loader, strategy=BalancedDDPStrategy(split=[1, 7]), callbacks=[simulated])
+    assert simulated.sizes == [share] * 3
+    assert_identical(trace.digests)

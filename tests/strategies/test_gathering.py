@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -16,12 +16,7 @@ from torchmetrics import Metric
 from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy, RanksOutOfStepError
 from lightning_ddp_ext.strategies import gathering
 from lightning_ddp_ext.strategies.gathering import GatherMixin
-from tests.strategies.toolkit import (
-    RANK,
-    run_on_ranks,
-    trainer,
-    values_of,
-)
+from tests.strategies.toolkit import RANK, trainer
 from tests.support.fake_group import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.all_gather. got different numbers of rows")
@@ -232,9 +227,21 @@ for hook in HOOKS:
     setattr(Collecting, hook, partialmethod(Collecting.end, hook))
 
 
-def collect(kind: str, counts: Sequence[int], folder: str) -> Any:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("ddp_checkpoint", (6, 5, 4)),
+        ("ddp_join", (7, 4, 2)),
+        ("ddp_join", (7, 1, 0)),
+        ("balanced_ddp", (13, 0, 0)),
+        ("balanced_ddp", (7, 1, 0)),
+    ],
+)
+def test_programs_for_ddp_get_the_value_of_all_samples(kind, counts):
     """Gather in every hook; each rank has its samples, and `balanced_ddp` shares all of them."""
-    data = TensorDataset(numbers(sum(counts)))
+    rows = numbers(sum(counts))
+    data = TensorDataset(rows)
     part = range(len(data)) if kind == "balanced_ddp" else torch.arange(len(data)).split(counts)[RANK].tolist()
     loader = DataLoader(torch.utils.data.Subset(data, part), batch_size=3)
     module, made = Collecting(), trainer(strategy=KINDS[kind]())
@@ -242,30 +249,12 @@ def collect(kind: str, counts: Sequence[int], folder: str) -> Any:
     for run in (made.validate, made.test):
         run(module, loader, verbose=False)
     made.predict(module, loader, return_predictions=False)
-    return module.found
-
-
-COUNTS = {"ddp_checkpoint": (6, 5, 4), "ddp_join": (7, 4, 2), "balanced_ddp": (13, 0, 0)}
-COLLECT = {f"{kind}, {counts}": partial(collect, kind, counts) for kind, counts in COUNTS.items()}
-COLLECT |= {f"{kind}, {(7, 1, 0)}": partial(collect, kind, (7, 1, 0)) for kind in ("ddp_join", "balanced_ddp")}
-
-
-@pytest.fixture(scope="module")
-def found():
-    return run_on_ranks(3, COLLECT, timeout=200)
-
-
-@pytest.mark.parametrize("name", COLLECT)
-def test_programs_for_ddp_get_the_value_of_all_samples(found, name):
-    total = sum(COLLECT[name].args[1])
-    rows = numbers(total)
-    for by_hook in values_of(found, name):
-        assert sorted(by_hook) == sorted(HOOKS)
-        for values in by_hook.values():
-            assert values.pop("samples") == total
-            assert values.pop("positives") == rows[rows[:, 0] > 5].sum()
-            assert values.pop("numel") == [2 * total]
-            torch.testing.assert_close(torch.tensor(values.pop("mean")).double(), rows.mean(0))
-            assert len(values) == 6
-            for of_idiom in values.values():
-                assert sorted(of_idiom) == rows.tolist()
+    assert sorted(module.found) == sorted(HOOKS)
+    for values in module.found.values():
+        assert values.pop("samples") == len(rows)
+        assert values.pop("positives") == rows[rows[:, 0] > 5].sum()
+        assert values.pop("numel") == [2 * len(rows)]
+        torch.testing.assert_close(torch.tensor(values.pop("mean")).double(), rows.mean(0))
+        assert len(values) == 6
+        for of_idiom in values.values():
+            assert sorted(of_idiom) == rows.tolist()
