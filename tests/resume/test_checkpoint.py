@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_ddp_ext import DDPCheckpointStrategy
 from lightning_ddp_ext.cli.settings import describe
 from lightning_ddp_ext.resume.checkpoint import AtomicCheckpointIO
+from tests.support.processes import run_processes
 
 
 class Unpicklable:
@@ -63,19 +63,20 @@ def test_a_plugin_that_leaves_writing_to_another_one_is_taken_and_one_of_the_use
     assert DDPCheckpointStrategy(checkpoint_io=own).checkpoint_io is own
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12
-def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
-    path = tmp_path / "a.ckpt"
+def kill_while_saving(path, moment):
+    """Save again and again in a process that is killed some seconds after the first checkpoint."""
     process = os.fork()
     if process == 0:
-        with suppress(BaseException):
-            for number in range(10**6):
-                AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, path)
-        os._exit(1)
-    while not path.exists():
-        assert os.waitpid(process, os.WNOHANG) == (0, 0)  # it goes on
+        for number in range(10**6):
+            AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, path)
+    while not os.path.exists(path):
         time.sleep(0.001)
-    time.sleep(0.02)
+    time.sleep(moment)
     os.kill(process, signal.SIGKILL)
-    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    return os.waitpid(process, 0)[1]
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
+    path = tmp_path / "a.ckpt"
+    assert run_processes(kill_while_saving, 1, str(path), 0.02) == [signal.SIGKILL]
     assert torch.load(path, weights_only=True)["weight"].shape == (2**18,)
