@@ -311,8 +311,6 @@ REFUSED = {
     "negative weight": refused(Classifier, "ValueError: `weight_by` returned -1.0", weight_by=negative_weight),
     "uneven passes": refused(partial(models.ManualSums, True), "rank {} synchronises gradients at batch",
                              columns=("ddp_checkpoint",)),
-    "uneven passes in lockstep": refused(partial(models.ManualSums, True), "ranks wait for different messages: rank 0",
-                                         columns=("ddp_join",)),
     "torch's optimizer inside of the backward pass": refused(
         models.InBackward, "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward"
     ),

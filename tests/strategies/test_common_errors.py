@@ -5,6 +5,7 @@ others. Ranks fail in a step or in a collective.
 """
 
 import os
+import re
 import subprocess
 import sys
 
@@ -99,6 +100,32 @@ def test_an_error_of_a_rank_is_its_own_whatever_its_text_says(strategy, tmp_path
         assert of_other.startswith(f"OtherRankError: rank 1 failed: RuntimeError: {text} (at step 3")
     assert second[-1] == "RuntimeError: Caught Storage in DataLoader worker process 0."
     assert first[-1].startswith("OtherRankError: rank 1 failed: RuntimeError: Caught Storage in DataLoader worker")
+
+
+class OtherPasses(BoringModel):
+    """Makes two backward passes on rank 0 and one on others, from the third batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2 if self.global_rank == 0 or batch_idx < 2 else 1):
+            self.manual_backward(self.layer(batch).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_other_numbers_of_backward_passes_are_named():
+    """Under `ddp_join`; the table of parity has `ddp_checkpoint`, but a process group does not survive this error."""
+    message = (
+        "ranks wait for different messages: rank 0 for the gradients of batch 2, backward pass 1;"
+        " rank 1 for the end of the step after batch 2, backward pass 0. Run equally many backward passes"
+    )
+    with pytest.raises(OtherRankError, match=f"^{re.escape(message)}"):
+        train("ddp_join", 2, OtherPasses(), DataLoader(torch.ones(64, 32), 4))
 
 
 class Fails(torch.autograd.Function):
