@@ -52,7 +52,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="lightning-ddp-ext verify",
         description="Trains a module for a few steps on CPUs, in one process and on several ranks, and names the line"
-        " that is the reason if the results differ. It changes no file.",
+        " that is the reason if the results differ. It writes no file; what the module itself writes is written.",
         epilog="Ends with exit code 0 if several devices train what one device trains, 1 if not, and 2 if that could"
         " not be checked.",
         allow_abbrev=False,
@@ -136,10 +136,13 @@ def _print(report: "Report") -> None:
         table.add_row(check.name, Text(check.verdict, style=_STYLES[check.verdict]), text)
     console = Console()
     console.print(table)
+    console.print(f"{report.seconds:.1f} s", highlight=False)
     if report.findings:
-        console.print(f"{len(report.findings)} of {len(report.checks)} checks have found something.", highlight=False)
+        count = (
+            f"{len(report.findings)} of {len(report.checks)} checks have found something, so that the exit code is 1"
+        )
+        console.print(f"{count}: several devices train something else unless you follow the remedies.", highlight=False)
     if report.use:
         console.print(f"Use Trainer({report.use}).", highlight=False, style="bold")
-    console.print(f"{report.seconds:.1f} s", highlight=False)
     if report.unproved:
         console.print(f"Not proved, for the reasons in the table: {', '.join(report.unproved)}.", highlight=False)

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -31,16 +31,18 @@ _LIBRARIES = (
     "lightning_utilities",
     __package__.split(".")[0],
 )
-_CALLERS = {(name, str(Path(__file__).with_name(file))) for name, file in (("run", "replay.py"), ("fit", "runs.py"))}
+FORKING = str(Path(__file__).with_name("processes.py"))  # the program that calls `verify` is not a part of the step
+_INSTALLED = "-packages"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a program."""
+    """A line of a program, and the one in the user's own files that has called it, if it is installed code."""
 
     file: str
     number: int
+    caller: "Line | None" = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -215,21 +217,23 @@ def find_lines() -> tuple[Line, ...]:
     found, frame = [], inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        if (code.co_name, code.co_filename) in _CALLERS:
-            break  # the program that calls `verify` is not a part of the step
+        if code.co_filename == FORKING:
+            break
         is_own = _is_own.get(code)
         if is_own is None:
             is_own = _is_own[code] = is_own_file(code.co_filename)
         if is_own:
             found.append(Line(code.co_filename, frame.f_lineno))
         frame = frame.f_back
+    if found and _INSTALLED in found[0].file:
+        found[0] = replace(found[0], caller=next((one for one in found if _INSTALLED not in one.file), None))
     return tuple(found)
 
 
 def is_own_file(file: str) -> bool:
     """Return True if a source file belongs neither to Python nor to a library of `_LIBRARIES`."""
     is_library = any(file.startswith(folder) for folder in _folders())
-    return not is_library and (not file.startswith(_STANDARD_LIBRARY) or "-packages" in file) and Path(file).exists()
+    return not is_library and (not file.startswith(_STANDARD_LIBRARY) or _INSTALLED in file) and Path(file).exists()
 
 
 @functools.cache

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from lightning_ddp_ext.errors import ImpossibleError, describe_error
-from lightning_ddp_ext.verification.operations import Line, is_own_file
+from lightning_ddp_ext.verification.operations import FORKING, Line, is_own_file
 
 _REPORT = 1.0  # seconds before the end in which processes write where they are
+_GRACE, _RAISED = 3.0, "_raised_at"  # seconds for the errors of other processes, after the first
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives
 _LAST_LINES = 12  # of the output of a process that ended without a result
@@ -43,7 +44,8 @@ class TooLateError(ImpossibleError):
 def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[Any]:
     """Run each function in a fork of its own, all at the same time; return their results in order.
 
-    All forks are killed when one fails, or at `deadline`, a time of `time.monotonic()`.
+    All forks are killed soon after one fails, or at `deadline`, a time of `time.monotonic()`. If several fail, as ranks
+    do that lose their connection, the first error is raised.
 
     Raises:
         ImpossibleError: If a function raises an error or its process ends.
@@ -53,6 +55,7 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[
     processes = []
     outputs: list[Any] = []
     results: dict[int, Any] = {}
+    failures: list[tuple[float, str]] = []  # when errors were raised, and their texts
     try:
         for function in functions:
             ours, theirs = _forking.Pipe(duplex=False)
@@ -67,6 +70,8 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[
         while len(results) < len(pipes):
             open_ = [pipe for place, pipe in enumerate(pipes) if place not in results]
             ready = wait(open_, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and failures:
+                break
             if not ready:
                 waiting = [place for place in range(len(pipes)) if place not in results]
                 stacks = {place: _stack_in(outputs[place]) for place in waiting}
@@ -77,7 +82,12 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[
                 )
             for pipe in ready:
                 place = pipes.index(pipe)  # type: ignore[arg-type]
-                results[place] = _receive(pipe, outputs[place])  # type: ignore[arg-type]
+                results[place], *failed = _receive(pipe, outputs[place])  # type: ignore[arg-type]
+                if failed and not failures:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+                failures += failed
+        if failures:
+            raise ImpossibleError(min(failures)[1])
     finally:
         for process in processes:
             if process.is_alive() and process.pid is not None:
@@ -90,14 +100,13 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[
     return [results[place] for place in range(len(functions))]
 
 
-def _receive(pipe: Connection, output: Any) -> Any:
+def _receive(pipe: Connection, output: Any) -> tuple[Any, ...]:
+    """Return the result of a process, or None and its failure."""
     try:
         is_result, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise ImpossibleError(f"its process ended{_last_lines(output)}") from None
-    if not is_result:
-        raise ImpossibleError(value)
-    return value
+        return None, (0.0, f"its process ended{_last_lines(output)}")
+    return (value,) if is_result else (None, value)
 
 
 def _last_lines(output: Any) -> str:
@@ -109,8 +118,17 @@ def _last_lines(output: Any) -> str:
 def _stack_in(output: Any) -> list[Line]:
     """Return the stack that a process has written before the end, the innermost line first."""
     output.seek(0)
-    text = output.read().decode(errors="replace").rpartition("(most recent call first)")[2]
+    text = output.read().decode(errors="replace").rpartition("(most recent call first)")[2].partition(FORKING)[0]
     return [Line(file, int(number)) for file, number in _FRAME.findall(text)]
+
+
+def note_time(error: BaseException) -> None:
+    """Note when an error was raised, before the clean-up that lets other processes fail."""
+    error.__dict__.setdefault(_RAISED, time.monotonic())
+
+
+def _time_of(error: BaseException) -> float:
+    return float(error.__dict__.get(_RAISED, time.monotonic()))
 
 
 def _run(function: Callable[[], Any], pipe: Connection, output: int, deadline: float) -> None:
@@ -124,10 +142,10 @@ def _run(function: Callable[[], Any], pipe: Connection, output: int, deadline: f
     try:
         message = True, function()
     except ImpossibleError as error:
-        message = False, str(error)
+        message = False, (_time_of(error), str(error))
     except Exception as error:
         traceback.print_exc()
-        message = False, describe_error(error)
+        message = False, (_time_of(error), describe_error(error))
     pipe.send_bytes(pickle.dumps(message))
     pipe.close()
     sys.stdout.flush()

@@ -30,6 +30,7 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.verification.draws import Drawn, Draws
 from lightning_ddp_ext.verification.held_optimizers import flat_gradient
 from lightning_ddp_ext.verification.operations import GROUPS, Line, Recording, find_lines
+from lightning_ddp_ext.verification.processes import note_time
 from lightning_ddp_ext.verification.replay import BatchReplay, NoDropout, find_batch_norms, switch_dropout_off
 from lightning_ddp_ext.verification.samples import Samples
 
@@ -132,6 +133,10 @@ class _Watch(Callback):
     @override
     def on_validation_batch_end(self, *_: Any) -> None:
         self.draws[-1].__exit__(None, None, None)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        note_time(exception)
 
     def _begin_draws(self) -> None:
         self.draws.append(self._make_draws(len(self.draws)))

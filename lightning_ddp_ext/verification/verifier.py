@@ -103,9 +103,12 @@ class Report:
 
     def raise_for_findings(self) -> None:
         """Raise an `AssertionError` that names all findings, if there are any."""
-        lines = [f"{one.name}: {one.text} {one.where} {one.remedy}".rstrip() for one in self.findings]
-        if lines:
-            raise AssertionError("several devices do not train what one device trains:\n" + "\n".join(lines))
+        blocks = [
+            "\n  ".join(filter(None, (f"{one.name}: {one.text}", one.where, one.remedy and f"Remedy: {one.remedy}.")))
+            for one in self.findings
+        ]
+        if blocks:
+            raise AssertionError("several devices do not train what one device trains.\n\n" + "\n\n".join(blocks))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -402,6 +405,7 @@ class _Verifier:
             place, line = next(iter(error.waiting.items()))
             text = f"training does not end: rank {place} waits for others that have gone on"
             yield Check("step of a rank", "finding", text, _where(line), "let all ranks make the same collective calls")
+            yield Check(name, "note", "not compared: training does not end", compared=False)
             return
         except ImpossibleError as error:
             yield Check(name, "finding", f"training ends with an error: {error}")
@@ -488,7 +492,7 @@ class _Verifier:
         """Compare logged values of ranks, and those that all ranks share with one process, if it trains alike."""
         lines, monitored = outcomes[0].lines, outcomes[0].monitored
         expected = {} if alone is None else alone.logged
-        own, changed = [], []
+        own, changed, partly = [], [], []
         for key in {key: None for one in outcomes for key in one.logged}:
             name, where = f"logged `{key}`", _where(_line_of(lines, key))
             values = [one.logged[key] for one in outcomes if key in one.logged]
@@ -502,14 +506,19 @@ class _Verifier:
                         yield Check(name, "finding", text, where, _SUMS)
             elif run.shares:  # the run of `ddp` has shown it
                 continue
+            elif len(values) < len(outcomes) and key in monitored:
+                yield Check(
+                    name, "finding", "it is monitored, but only some ranks log it", where, "log it on all ranks"
+                )
             elif len(values) < len(outcomes):
-                yield Check(name, "finding", "only some ranks log it", where, "log it on all ranks")
+                partly.append(key)
             elif key in monitored:
                 text = f"it is monitored, and each rank has its own value: {shown}"
                 yield Check(name, "finding", text, where, "log it with `sync_dist=True`")
             else:
                 own.append(key)
         for keys, text, remedy in (
+            (partly, "only some ranks log {}", "log them on all ranks if anything is to monitor them"),
             (own, "each rank has its own {}; the logger writes those of rank 0", "log them with `sync_dist=True`"),
             ([key for key in changed if key not in monitored], "{} differ from one process", _SUMS),
         ):
@@ -557,7 +566,9 @@ def _line_of(lines: Mapping[str, Any], key: str) -> Any:
 
 
 def _where(line: Any) -> str:
-    return "" if line is None else f"{line}  {line.text}"
+    if line is None:
+        return ""
+    return f"{line}  {line.text}" + (f"\ncalled by {_where(line.caller)}" if line.caller else "")
 
 
 def _relative(one: Tensor, other: Tensor) -> float:

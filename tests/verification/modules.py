@@ -336,6 +336,21 @@ class Monitored(Module):
         return [optimizer], [{"scheduler": scheduler, "monitor": "train_loss", "interval": "step"}]
 
 
+class LoggingOnRankZero(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            self.log("of_rank_zero", loss, rank_zero_only=True)
+        return loss
+
+
+class MonitoringRankZero(LoggingOnRankZero):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "of_rank_zero", "interval": "step", "strict": False}]
+
+
 class Remembering(Module):
     """Subtracts the mean of earlier batches."""
 

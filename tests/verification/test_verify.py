@@ -2,13 +2,24 @@
 
 import os
 import random
+import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.verification import ImpossibleError, differences, draws, verifier, verify
+from lightning_ddp_ext.cli import verify as cli
+from lightning_ddp_ext.verification import (
+    ImpossibleError,
+    differences,
+    draws,
+    operations,
+    processes,
+    verifier,
+    verify,
+)
 from tests.verification import modules
 from tests.verification.modules import Module, but_slow, line_of, make_data
 
@@ -156,6 +167,82 @@ def test_finished_batches_are_cut():
     report, findings = found(Module(), DataLoader(batches, batch_size=None))
     assert findings == {}
     assert report.use == 'strategy="ddp_join"'
+
+
+def fail_late():
+    error = ValueError("no such box")
+    processes.note_time(error)
+    time.sleep(0.3)
+    raise error
+
+
+def lose_connection():
+    time.sleep(0.1)
+    raise RuntimeError("connection closed by peer")
+
+
+def test_the_error_that_was_raised_first_is_shown():
+    for functions in ([fail_late, lose_connection], [lose_connection, fail_late]):
+        with pytest.raises(ImpossibleError, match="no such box"):
+            processes.run_forked(functions, time.monotonic() + 20)
+    with pytest.raises(ImpossibleError, match="connection closed"):
+        processes.run_forked([lose_connection, lambda: None], time.monotonic() + 20)
+
+
+def sleep_until_killed():
+    time.sleep(60)
+
+
+def test_lines_of_the_program_that_calls_verify_are_not_shown():
+    with pytest.raises(processes.TooLateError) as caught:
+        processes.run_forked([sleep_until_killed], time.monotonic() + 2)
+    (line,) = caught.value.waiting.values()
+    assert line.text == "time.sleep(60)"
+    with pytest.raises(processes.TooLateError) as caught:
+        processes.run_forked([partial(time.sleep, 60)], time.monotonic() + 2)
+    assert [*caught.value.waiting.values()] == [None]
+
+
+def test_the_calling_line_stands_beside_a_line_of_installed_code(monkeypatch):
+    monkeypatch.setattr(operations, "_INSTALLED", modules.__file__)
+    _, findings = found(CallingModule())
+    first, second = findings[GRADIENT].where.splitlines()
+    assert line_of(modules.centred) in first
+    assert second.endswith("modules.centred(self(batch[0]), batch[1])")
+    monkeypatch.undo()
+    _, findings = found(CallingModule())
+    assert len(findings[GRADIENT].where.splitlines()) == 1
+
+
+class CallingModule(Module):
+    def training_step(self, batch, batch_idx):
+        return modules.centred(self(batch[0]), batch[1])
+
+
+@pytest.mark.slow
+def test_a_value_that_only_rank_zero_logs_is_a_note_unless_it_is_monitored():
+    report, findings = found(modules.LoggingOnRankZero())
+    assert findings == {}
+    assert "only some ranks log `of_rank_zero`" in [check.text for check in report.checks]
+    _, findings = found(modules.MonitoringRankZero())
+    assert findings["logged `of_rank_zero`"].text == "it is monitored, but only some ranks log it"
+
+
+def test_findings_are_blocks_of_lines():
+    check = verifier.Check("step", "finding", "it differs", "model:3  loss", "do this")
+    with pytest.raises(AssertionError, match=r"\n\nstep: it differs\n  model:3  loss\n  Remedy: do this\.$"):
+        verifier.Report([check], "", 0.0).raise_for_findings()
+
+
+def test_the_last_lines_say_what_the_exit_code_means_and_what_was_not_proved(capsys):
+    finding = verifier.Check("step", "finding", "it differs")
+    cli._print(verifier.Report([finding, verifier.Check("ranks", "note", "why", compared=False)], 'strategy="a"', 1.0))
+    text, use, unproved = capsys.readouterr().out.rsplit("\n", 3)[:3]
+    assert "so that the exit code is 1" in text
+    assert use == 'Use Trainer(strategy="a").'
+    assert unproved == "Not proved, for the reasons in the table: ranks."
+    cli._print(verifier.Report([verifier.Check("step", "ok", "")], 'strategy="a"', 1.0))
+    assert capsys.readouterr().out.endswith('1.0 s\nUse Trainer(strategy="a").\n')
 
 
 def state_of(module):
