@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -177,11 +176,6 @@ class Recording(OperationMode):  # type: ignore[misc]
         self._kept += [*read, *results]
         return output
 
-    def find(self, tensor: Tensor) -> Operation | None:
-        """Return the operation that has made a tensor."""
-        place = self._writer.get(id(tensor))
-        return None if place is None else self.operations[place]
-
     def leading_to(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the positions of the operations that lead to any of these tensors."""
         found: set[int] = set()
@@ -209,9 +203,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-_is_own: dict[CodeType, bool] = {}  # whether code is the user's
-
-
 def find_lines() -> tuple[Line, ...]:
     """Return the lines of the step that belong to no library of `_LIBRARIES`, the innermost first."""
     found, frame = [], inspect.currentframe()
@@ -219,10 +210,7 @@ def find_lines() -> tuple[Line, ...]:
         code = frame.f_code
         if code.co_filename == FORKING:
             break
-        is_own = _is_own.get(code)
-        if is_own is None:
-            is_own = _is_own[code] = is_own_file(code.co_filename)
-        if is_own:
+        if is_own_file(code.co_filename):
             found.append(Line(code.co_filename, frame.f_lineno))
         frame = frame.f_back
     if found and _INSTALLED in found[0].file:
@@ -230,6 +218,7 @@ def find_lines() -> tuple[Line, ...]:
     return tuple(found)
 
 
+@functools.cache
 def is_own_file(file: str) -> bool:
     """Return True if a source file belongs neither to Python nor to a library of `_LIBRARIES`."""
     is_library = any(file.startswith(folder) for folder in _folders())

@@ -18,7 +18,7 @@ from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
 from lightning_ddp_ext.verification.held_optimizers import flat_gradient, hold_optimizers
-from lightning_ddp_ext.verification.operations import Line, Recording
+from lightning_ddp_ext.verification.operations import Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +30,13 @@ class ReplayedStep:
             optimizer step has seen.
         losses: Tensors of which it has run the backward pass.
         recording: Its operations; None if they were not recorded.
-        states: Names of attributes of modules that hold a tensor that the step has made, and the line that has made it.
+        module: The copy of the module on which it has run.
     """
 
     gradients: list[tuple[str, Tensor]]
     losses: list[Tensor]
     recording: Recording | None
-    states: list[tuple[str, Line | None]]
-
-
-def _find_states(module: nn.Module, recording: Recording) -> Iterator[tuple[str, Line | None]]:
-    """Yield the attributes that hold tensors of the batch after a step, other than parameters and buffers."""
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            made = recording.find(value) if isinstance(value, Tensor) else None
-            if made is not None and made.is_of_batch:
-                yield f"{name}.{key}".removeprefix("."), made.line
+    module: Any
 
 
 def find_batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -105,10 +96,12 @@ class BatchReplay:
         record: Callable[[nn.Module, Sequence[Tensor]], Recording] | None = None,
         normalizes: bool = True,
         refuses_collectives: bool = True,
+        prepare: Callable[[nn.Module], Any] = lambda module: None,
     ) -> ReplayedStep:
         """Run the step on a batch and return its gradient; `record` makes a recording of its operations.
 
-        Batch normalisation uses its running statistics unless the step `normalizes`.
+        `prepare` changes the module before. Unless the step `normalizes`, batch normalisation uses its running
+        statistics.
         """
         device, plugin = self.module.device, self._trainer.precision_plugin
         # No autocast, because its rounding would hide differences.
@@ -124,10 +117,9 @@ class BatchReplay:
                 if not normalizes:
                     for part in find_batch_norms(module):
                         part.eval()
-                batch = copy.deepcopy(batch)
+                batch = plugin.convert_input(copy.deepcopy(batch))
                 recording = None
                 if record is not None:
-                    batch = plugin.convert_input(batch)
                     recording = record(module, [one for one in walk(batch) if isinstance(one, Tensor)])
                 losses: list[Tensor] = []
 
@@ -147,6 +139,7 @@ class BatchReplay:
                         batch = transfer(batch, self.module, module, device, dataloader_idx=0)
                         if states != capture_rng_state(device):
                             self.foreign_draws = "the transfer of a batch draws random numbers"
+                    prepare(module)
                     module.on_train_batch_start(batch, self._batch_idx)
                     output = module.training_step(*(batch, self._batch_idx)[: 1 + takes_batch_idx(module)])
                     if module.automatic_optimization:
@@ -163,8 +156,7 @@ class BatchReplay:
         except Exception as error:
             raise ImpossibleError(f"`training_step` failed on a copy of the module: {describe_error(error)}") from error
         gradients = [(name, flat_gradient(parameter)) for name, parameter in module.named_parameters()]
-        kept = [] if recording is None else [*_find_states(module, recording)]
-        return ReplayedStep(steps or gradients, losses, recording, kept)
+        return ReplayedStep(steps or gradients, losses, recording, module)
 
     def _copied(self, module: LightningModule) -> Any:
         view = _TrainerView(self._trainer)

@@ -1,6 +1,5 @@
 """Short training runs of forked ranks, and of one process on the same samples."""
 
-import hashlib
 import os
 import random
 import socket
@@ -27,6 +26,7 @@ from lightning_ddp_ext._lightning import (
     seed_everything,
 )
 from lightning_ddp_ext.batches.containers import walk
+from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.verification.draws import Drawn, Draws
 from lightning_ddp_ext.verification.held_optimizers import flat_gradient
 from lightning_ddp_ext.verification.operations import GROUPS, Line, Recording, find_lines
@@ -166,7 +166,7 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> Trace:
         if one.communicates or one.sources & shared:
             shared.add(place)
         if place in leading or one.communicates:
-            text = _fingerprint(one.results) if one.is_computed else ""
+            text = value_to_text(one.results) if one.is_computed else ""
             found.append(Traced(one.name, one.lines, text, one.is_outside, place in shared))
     return found
 
@@ -198,20 +198,6 @@ def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
     return None
 
 
-def _fingerprint(results: Sequence[Tensor]) -> str:
-    found = hashlib.sha256()
-    for one in results:
-        found.update(str((one.shape, one.dtype)).encode())
-        if one.layout == torch.strided:
-            found.update(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def _fingerprint_leaves(sample: Any) -> str:
-    return str([_fingerprint([torch.as_tensor(leaf)]) if isinstance(leaf, Tensor | numpy.ndarray | numpy.number)
-                else repr(leaf) for leaf in walk(sample)])  # fmt: skip
-
-
 def draw_indices(
     module: LightningModule, data: Any, rank: int, ranks: int, port: int, replaces: bool
 ) -> tuple[list[Any], Line | None]:
@@ -236,7 +222,7 @@ def draw_indices(
     sampler = getattr(loader, "batch_sampler", None)
     source: Any = loader.dataset
     if isinstance(source, IterableDataset):
-        drawn = [_fingerprint_leaves(one) for one in islice(source, _MOST_OF_STREAM)]
+        drawn = [value_to_text([*walk(one)]) for one in islice(source, _MOST_OF_STREAM)]
     elif sampler is None:
         return [], None
     else:

@@ -17,6 +17,7 @@ from lightning_ddp_ext.verification.gradient_fit import GradientFit
 from lightning_ddp_ext.verification.operations import Line, Recording
 from lightning_ddp_ext.verification.relations import Relation
 from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
+from lightning_ddp_ext.verification.states import find_states
 
 _LEAST = 1e-6  # relative difference of gradients that is reported
 
@@ -35,7 +36,7 @@ class StepFinding:
         difference: Of the gradients, relative to the norm of the gradient of the batch.
         tolerance: Largest relative difference that rounding explains.
         parameter: The parameter whose gradient differs most.
-        states: Attributes that hold a tensor of the batch after the step, and the lines that have made them.
+        states: Attributes that keep something of the batch for the next step, and the lines that set them.
         draws: What draws random numbers that the parts of a batch and ranks cannot repeat; empty if nothing does.
     """
 
@@ -75,7 +76,8 @@ def check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Seq
     running = {operation.module.partition(" ")[0] for operation in recording.operations}
     names = {id(part): name for name, part in replay.module.named_modules()}
     batch_norms = [name for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
-    return _find(replay, of_whole, of_parts, sizes, tuple(batch_norms))
+    states = find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
+    return _find(replay, of_whole, of_parts, sizes, tuple(batch_norms), states)
 
 
 def _find(
@@ -84,14 +86,13 @@ def _find(
     parts: Sequence[ReplayedStep],
     sizes: Sequence[int],
     batch_norms: tuple[str, ...],
+    states: list[tuple[str, Line | None]],
 ) -> StepFinding:
     if any(len(part.gradients) != len(whole.gradients) for part in parts):
         steps = Culprit(
             None, "the number of optimizer steps depends on the samples", "take equally many steps for all batches"
         )
-        return StepFinding(
-            None, None, None, steps, batch_norms, math.inf, _LEAST, "", whole.states, replay.foreign_draws
-        )
+        return StepFinding(None, None, None, steps, batch_norms, math.inf, _LEAST, "", states, replay.foreign_draws)
     fit = GradientFit(whole.gradients, [part.gradients for part in parts])
     by_samples = tuple(size / sum(sizes) for size in sizes)
     differences = Differences(whole, parts, sizes)
@@ -130,6 +131,6 @@ def _find(
         difference,
         tolerance,
         fit.worst(by_samples)[0],
-        whole.states,
+        states,
         replay.foreign_draws,
     )

@@ -363,6 +363,43 @@ class Remembering(Module):
         return loss
 
 
+class WithCache(Module):
+    """Keeps its logits, which it does not use again."""
+
+    cache = None
+
+    def training_step(self, batch, batch_idx):
+        self.cache = self(batch[0])
+        return functional.cross_entropy(self.cache - self.shift(self.cache), batch[1])
+
+    def shift(self, logits):
+        return 0.0
+
+
+class RememberingANumber(WithCache):
+    """Keeps a moving average in a number of Python."""
+
+    average = 0.0
+
+    def shift(self, logits):
+        shift = self.average * torch.arange(4)
+        self.average = 0.5 * self.average + logits.mean().item()  # here
+        return shift
+
+
+class RememberingAList(WithCache):
+    """Keeps the last means in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = [torch.zeros(4)]
+
+    def shift(self, logits):
+        shift = self.means[-1]
+        self.means.append(logits.detach().mean(0))  # here
+        return shift
+
+
 class Gathering(Module):
     """Compares the samples of all ranks with each other."""
 
@@ -422,7 +459,7 @@ class Failing(Module):
 
 OF_RANKS = (
     DividedByRanks, SamplingDividedByRanks, GatheringALogDivided, GatheringALogOnOneRank, OnOneRank, Deciding, Scaling,
-    Waiting, Monitored, Remembering,
+    Waiting, Monitored, Remembering, RememberingANumber, RememberingAList,
 )  # fmt: skip
 
 

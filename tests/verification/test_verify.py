@@ -133,6 +133,17 @@ def test_the_line_at_which_ranks_differ_is_named(module):
     assert any(line_of(module) in check.where for check in findings.values()), findings
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name"), [(modules.RememberingANumber, "average"), (modules.RememberingAList, "means")]
+)
+def test_only_the_state_that_changes_the_next_step_is_named(module, name):
+    _, findings = found(module())
+    assert findings["`ddp` on 2 ranks"].text.endswith(f": each rank keeps its own `{name}`")
+    assert findings["`ddp` on 2 ranks"].remedy.startswith("make it a buffer")
+    assert found(modules.WithCache())[1] == {}
+
+
 def test_a_sampler_that_gives_every_rank_the_same_samples_is_named():
     data = make_data()
     repeating = DataLoader(data.dataset, batch_sampler=modules.Repeating())
