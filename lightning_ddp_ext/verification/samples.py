@@ -1,15 +1,17 @@
 """Batches of a loader, and parts of them that its collate function makes of fewer samples."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext._lightning import sized_len
+from lightning_ddp_ext._lightning import LightningDataModule, LightningModule, is_overridden, sized_len
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.errors import BatchSplitError, ImpossibleError, describe_error
+from lightning_ddp_ext.resume.rng_state import drawing_alike
+from lightning_ddp_ext.verification.report import Check
 
 MOST = 12  # samples of a batch that is checked
 _LEAST = 4
@@ -36,7 +38,7 @@ class Samples:
         self._batch: Any = None
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
             self._collate = loader.collate_fn
-            self._samples = _draw(loader)
+            self._samples = _take(loader)
             self.number = len(self._samples)
         else:
             self._batch = next(iter(loader), None)
@@ -108,10 +110,47 @@ class Samples:
         return [*self._scatter(batch, lambda number: sizes)] if self._scatter is not None else split_batch(batch, sizes)
 
 
-def _draw(loader: Any) -> list[Any]:
+def _take(loader: Any) -> list[Any]:
     """Return the first samples of a loader, in its order."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         return list(islice(iter(dataset), MOST))
     indices = list(islice(chain.from_iterable(loader.batch_sampler), MOST))
     return list(dataset.__getitems__(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
+
+
+def draw_samples(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
+    """Return samples of the training loader, the same each time, and what `_draw_validation` returns."""
+    with drawing_alike(0, data):
+        return _draw(module, data)
+
+
+def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
+    hooks = data if isinstance(data, LightningDataModule) else module
+    try:
+        if isinstance(data, LightningDataModule):
+            data.prepare_data()
+            data.setup("fit")
+        training = hooks.train_dataloader() if data is None or data is hooks else data
+        if isinstance(training, Mapping | list | tuple):
+            raise ImpossibleError(
+                "there are several training loaders. Give one loader, or a list of batches in a loader"
+            )
+        samples = Samples(training, module)
+    except ImpossibleError:
+        raise
+    except Exception as error:
+        raise ImpossibleError(f"no batch could be made: {describe_error(error)}") from error
+    return samples, *_draw_validation(module, hooks)
+
+
+def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples], list[Check]]:
+    """Return samples of the validation loaders, or a note on why there are none."""
+    if not (is_overridden("val_dataloader", hooks) and is_overridden("validation_step", module)):
+        return [], []
+    try:
+        loaders = hooks.val_dataloader()
+        return [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])], []
+    except Exception as error:
+        reason = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
+        return [], [Check("validation", "note", f"not compared: {reason}", compared=False)]

@@ -3,116 +3,43 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_ddp_ext._lightning import (
-    Callback,
     DDPStrategy,
-    LightningDataModule,
     LightningEnvironment,
     LightningModule,
-    Trainer,
-    is_overridden,
 )
-from lightning_ddp_ext.batches.label_counts import TokenCount
-from lightning_ddp_ext.errors import ImpossibleError, describe_error
-from lightning_ddp_ext.resume.rng_state import drawing_alike
+from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-from lightning_ddp_ext.verification.differences import Culprit
+from lightning_ddp_ext.verification.first_step import FirstStep, check_first_step, check_gradient
+from lightning_ddp_ext.verification.logged_values import check_logged
 from lightning_ddp_ext.verification.processes import TooLateError, run_forked
-from lightning_ddp_ext.verification.replay import BatchReplay
+from lightning_ddp_ext.verification.report import Check, Report, join_names, show_line
 from lightning_ddp_ext.verification.runs import (
     STEPS,
     Outcome,
     Run,
-    Stopped,
     draw_indices,
     find_difference,
     fit,
     free_port,
     launch,
-    quiet_trainer,
 )
-from lightning_ddp_ext.verification.samples import Samples
-from lightning_ddp_ext.verification.step_check import StepFinding, check_step
+from lightning_ddp_ext.verification.samples import Samples, draw_samples
 
-Verdict = Literal["ok", "note", "finding"]
 Progress = Callable[[str], None]
 _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and beside that of the first
 _LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and beside those of a run of one process
-_LOGGED = 1e-6  # difference of logged values that is rounding
 _EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
 _PER_RANK = "`ddp` takes the mean over ranks: divide by the mean of the ranks' numbers, not by their sum"
-_SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
 _PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One row of the result.
-
-    Attributes:
-        name: What was checked.
-        verdict: `"ok"`; `"finding"`, if several devices train something else; `"note"`, if that is so by nature, as
-            with batch normalisation, or if something could not be compared.
-        text: What was found.
-        where: File and line, and the line itself; empty if there is none.
-        remedy: What to do; empty if nothing.
-        compared: Whether a comparison was possible; if not, the text has the reason.
-    """
-
-    name: str
-    verdict: Verdict
-    text: str
-    where: str = ""
-    remedy: str = ""
-    compared: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Result of `verify`.
-
-    Attributes:
-        checks: The checks, in order.
-        use: The strategy to use, as arguments of the Trainer; empty if none trains what one device trains.
-        seconds: How long it took.
-    """
-
-    checks: list[Check]
-    use: str
-    seconds: float = field(compare=False)
-
-    @property
-    def findings(self) -> list[Check]:
-        """The checks that have found something."""
-        return [check for check in self.checks if check.verdict == "finding"]
-
-    @property
-    def unproved(self) -> list[str]:
-        """Names of the checks that could not compare."""
-        return [check.name for check in self.checks if not check.compared]
-
-    def raise_for_findings(self) -> None:
-        """Raise an `AssertionError` that names all findings, if there are any."""
-        blocks = [
-            "\n  ".join(filter(None, (f"{one.name}: {one.text}", one.where, one.remedy and f"Remedy: {one.remedy}.")))
-            for one in self.findings
-        ]
-        if blocks:
-            raise AssertionError("several devices do not train what one device trains.\n\n" + "\n\n".join(blocks))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return asdict(self)
 
 
 def verify(
@@ -140,87 +67,6 @@ def verify(
     verifier = _Verifier(module, data, *draw_samples(module, data), started + limit, progress)
     checks = verifier.run()
     return Report(checks, verifier.use(), time.monotonic() - started)
-
-
-def draw_samples(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
-    """Return samples of the training loader, the same each time, and what `_draw_validation` returns."""
-    with drawing_alike(0, data):
-        return _draw(module, data)
-
-
-def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
-    hooks = data if isinstance(data, LightningDataModule) else module
-    try:
-        if isinstance(data, LightningDataModule):
-            data.prepare_data()
-            data.setup("fit")
-        training = hooks.train_dataloader() if data is None or data is hooks else data
-        if isinstance(training, Mapping | list | tuple):
-            raise ImpossibleError(
-                "there are several training loaders. Give one loader, or a list of batches in a loader"
-            )
-        samples = Samples(training, module)
-    except ImpossibleError:
-        raise
-    except Exception as error:
-        raise ImpossibleError(f"no batch could be made: {describe_error(error)}") from error
-    return samples, *_draw_validation(module, hooks)
-
-
-def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples], list[Check]]:
-    """Return samples of the validation loaders, or a note on why there are none."""
-    if not (is_overridden("val_dataloader", hooks) and is_overridden("validation_step", module)):
-        return [], []
-    try:
-        loaders = hooks.val_dataloader()
-        return [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])], []
-    except Exception as error:
-        reason = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
-        return [], [Check("validation", "note", f"not compared: {reason}", compared=False)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """What one process has found: on the parts of a batch, and the operations of the step on each part alone."""
-
-    finding: StepFinding
-    tokens: list[float] | None  # of the parts
-
-
-class _FirstStep(Callback):
-    """Checks the first training step, and ends the run."""
-
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-        self.found: _Alone | None = None
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        replay = BatchReplay(trainer, pl_module, batch, batch_idx)
-        assert replay.batch is not None
-        sizes = self._samples.sizes()
-        whole, parts = self._samples.cut(sizes)
-        with replay.training_unaffected():
-            finding = check_step(replay, whole, parts, sizes)
-        self.found = _Alone(finding, _count_tokens(parts))
-        raise Stopped
-
-
-def _count_tokens(parts: Sequence[Any]) -> list[float] | None:
-    try:
-        return [TokenCount()(part) for part in parts]
-    except (TypeError, ValueError):
-        return None
-
-
-def _check_first_step(module: LightningModule, samples: Samples, precision: Any) -> _Alone:
-    callback = _FirstStep(samples)
-    trainer = quiet_trainer(callbacks=[callback], precision=precision, devices=1)
-    with suppress(Stopped):
-        trainer.fit(module, samples.loader(samples.sizes(), None, 1))
-    if callback.found is None:
-        raise ImpossibleError("training ended before its first step")
-    return callback.found
 
 
 def _trace_alone(
@@ -251,7 +97,7 @@ class _Verifier:
         self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
         self._limit = math.inf  # seconds of a run
         self._precision = _PRECISIONS[0]
-        self._step: _Alone | None = None
+        self._step: FirstStep | None = None
         self._weight_by: str | None = None
         self._communicates = False  # the step does
         self._ddp = "ddp"  # the name of the strategy that trains the module
@@ -267,12 +113,14 @@ class _Verifier:
         for precision in _PRECISIONS:
             self._precision = precision
             try:
-                (self._step,) = self._fork([partial(_check_first_step, self._module, self._samples, precision)])
+                (self._step,) = self._fork([partial(check_first_step, self._module, self._samples, precision)])
                 break
             except ImpossibleError:
                 if precision == _PRECISIONS[-1]:
                     raise
-        checks = [*self._check_step(), *self._check_samples(), *self._check_validation_samples()]
+        assert self._step is not None
+        self._weight_by = self._step.weight_by
+        checks = [*check_gradient(self._step), *self._check_samples(), *self._check_validation_samples()]
         checks += self._notes
         self._progress("two steps in one process")
         started = time.monotonic()
@@ -309,42 +157,6 @@ class _Verifier:
         validation = [one.loader(one.sizes(), None, 1) for one in self._validation]
         return fit(self._module, loader, self._precision, validation, devices=1)
 
-    def _check_step(self) -> Iterable[Check]:
-        assert self._step is not None
-        finding, name = self._step.finding, "gradient of a batch"
-        self._weight_by = finding.weight_by
-        if finding.weight_by == "samples":
-            yield Check(name, "ok", f"the mean of its parts by samples, up to {finding.difference:.0e}")
-        elif finding.weight_by is not None:
-            text, remedy = (
-                "the sum of its parts: the loss is a sum, of which `ddp` takes the mean",
-                'set `weight_by="sum"`',
-            )
-            yield Check(name, "finding", text, _where(finding.divided_at), remedy)
-        elif finding.divided_at is not None:
-            is_tokens = self._step.tokens is not None and _agree(self._step.tokens, finding.weights)
-            self._weight_by = "tokens" if is_tokens else None
-            remedy = (
-                'set `weight_by="tokens"`' if is_tokens else "set `weight_by` to a function that returns this number"
-            )
-            yield Check(
-                name, "finding", "a mean over something other than samples: this line has what it divides by",
-                _where(finding.divided_at), remedy,
-            )  # fmt: skip
-        elif finding.draws:
-            yield Check(name, "note", f"not compared with its parts: {finding.draws}", compared=False)
-        else:
-            hidden = f"most in `{finding.parameter}`, in code that hides operations, or hardly above rounding"
-            culprit = finding.culprit or Culprit(None, hidden)
-            text = f"does not follow from its parts: {culprit.meaning}"
-            yield Check(name, "finding", text, _where(culprit.line), culprit.remedy)
-        if finding.batch_norms:
-            shown = _list([f"`{one}`" for one in finding.batch_norms])
-            yield Check(
-                "batch normalisation", "note", f"each device normalises its own samples: {shown}",
-                remedy="`sync_batchnorm=True` normalises those of all devices",
-            )  # fmt: skip
-
     def _check_samples(self) -> Iterable[Check]:
         """Compare what the samplers of two ranks give."""
         self._progress("the samples of two ranks")
@@ -365,7 +177,7 @@ class _Verifier:
         if len(ours & theirs) > 1:  # one may fill up the last batch
             yield Check(
                 "samples of ranks", "finding", f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples",
-                _where(line), "let each rank have other samples, such as every second one, or use `balanced_ddp`",
+                show_line(line), "let each rank have other samples, such as every second one, or use `balanced_ddp`",
             )  # fmt: skip
 
     def _check_validation_samples(self) -> Iterable[Check]:
@@ -404,7 +216,9 @@ class _Verifier:
                 return
             place, line = next(iter(error.waiting.items()))
             text = f"training does not end: rank {place} waits for others that have gone on"
-            yield Check("step of a rank", "finding", text, _where(line), "let all ranks make the same collective calls")
+            yield Check(
+                "step of a rank", "finding", text, show_line(line), "let all ranks make the same collective calls"
+            )
             yield Check(name, "note", "not compared: training does not end", compared=False)
             return
         except ImpossibleError as error:
@@ -427,7 +241,7 @@ class _Verifier:
         is_divided = first.communicates and _relative(factor, alone.gradients[0]) <= allowed[0]
         if different:
             remedy = "compute them from values that all ranks share"
-            yield Check(name, "finding", f"ranks end with different values of {_list(different)}", remedy=remedy)
+            yield Check(name, "finding", f"ranks end with different values of {join_names(different)}", remedy=remedy)
         elif wrong is None:
             self.equal.append(strategy)
             yield Check(name, "ok", "ranks are identical, and train as one process")
@@ -450,10 +264,10 @@ class _Verifier:
             text = f"the gradient of step {wrong + 1} differs by {differences[wrong]:.1e} from one process"
             states = self._step.finding.states if wrong else []
             if states:
-                text += f": each rank keeps its own {_list([f'`{state}`' for state, _ in states])}"
+                text += f": each rank keeps its own {join_names([f'`{state}`' for state, _ in states])}"
             remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks" if states else ""
-            yield Check(name, "finding", text, _where(states[0][1]) if states else "", remedy)
-        yield from self._check_logged(outcomes, run, alone if strategy in self.equal and not unmatched else None)
+            yield Check(name, "finding", text, show_line(states[0][1]) if states else "", remedy)
+        yield from check_logged(outcomes, run, alone if strategy in self.equal and not unmatched else None)
 
     def _train(self, strategy: str, run: Run, alone: Outcome) -> list[Outcome]:
         """Return the outcomes of a run; if plain `ddp` refuses a module, of `ddp` that permits unused parameters."""
@@ -484,47 +298,9 @@ class _Verifier:
                 yield Check(
                     "step of a rank", "finding",
                     f"rank {rank} of {len(sizes)} computes something else than one process on the same samples",
-                    _where(found.line), "leave out what depends on ranks, their number, or random numbers of a rank",
+                    show_line(found.line), "leave out what depends on ranks, their number, or random numbers of a rank",
                 )  # fmt: skip
                 return
-
-    def _check_logged(self, outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) -> Iterable[Check]:
-        """Compare logged values of ranks, and those that all ranks share with one process, if it trains alike."""
-        lines, monitored = outcomes[0].lines, outcomes[0].monitored
-        expected = {} if alone is None else alone.logged
-        own, changed, partly = [], [], []
-        for key in {key: None for one in outcomes for key in one.logged}:
-            name, where = f"logged `{key}`", _where(_line_of(lines, key))
-            values = [one.logged[key] for one in outcomes if key in one.logged]
-            shown = ", ".join(f"{value:.4g}" for value in values)
-            if len({*values}) == 1 and len(values) == len(outcomes):
-                reference = expected.get(key, values[0])
-                if not math.isclose(values[0], reference, rel_tol=_LOGGED, abs_tol=_LOGGED):
-                    changed.append(key)
-                    if key in monitored:
-                        text = f"it is monitored, and is {values[0]:.4g} on ranks, but {reference:.4g} in one process"
-                        yield Check(name, "finding", text, where, _SUMS)
-            elif run.shares:  # the run of `ddp` has shown it
-                continue
-            elif len(values) < len(outcomes) and key in monitored:
-                yield Check(
-                    name, "finding", "it is monitored, but only some ranks log it", where, "log it on all ranks"
-                )
-            elif len(values) < len(outcomes):
-                partly.append(key)
-            elif key in monitored:
-                text = f"it is monitored, and each rank has its own value: {shown}"
-                yield Check(name, "finding", text, where, "log it with `sync_dist=True`")
-            else:
-                own.append(key)
-        for keys, text, remedy in (
-            (partly, "only some ranks log {}", "log them on all ranks if anything is to monitor them"),
-            (own, "each rank has its own {}; the logger writes those of rank 0", "log them with `sync_dist=True`"),
-            ([key for key in changed if key not in monitored], "{} differ from one process", _SUMS),
-        ):
-            if keys:
-                text = text.format(_list([f"`{key}`" for key in keys]))
-                yield Check("logged values", "note", text, _where(_line_of(lines, keys[0])), remedy)
 
     @property
     def _recommended(self) -> tuple[str, Any]:
@@ -547,28 +323,9 @@ class _Verifier:
         return f'strategy={kind.__name__}(weight_by="{self._weight_by}")'
 
 
-def _agree(counts: Sequence[float], weights: Sequence[float] | None) -> bool:
-    total = sum(counts)
-    return bool(total) and weights is not None and all(
-        abs(count / total - weight) < 1e-6 for count, weight in zip(counts, weights, strict=True)
-    )  # fmt: skip
-
-
 def _flat(batch: Any) -> Iterable[Any]:
     """Return the indices of a batch."""
     return (one for index in batch for one in _flat(index)) if isinstance(batch, list | tuple) else [batch]
-
-
-def _line_of(lines: Mapping[str, Any], key: str) -> Any:
-    """Return the line that logs a key, which may end with what Lightning appends."""
-    return next((line for name, line in lines.items() if key in (name, f"{name}_step", f"{name}_epoch")
-                 or key.startswith(f"{name}/dataloader_idx")), None)  # fmt: skip
-
-
-def _where(line: Any) -> str:
-    if line is None:
-        return ""
-    return f"{line}  {line.text}" + (f"\ncalled by {_where(line.caller)}" if line.caller else "")
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
@@ -578,7 +335,3 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], key: str) -> bool:
     return key in other and torch.equal(one[key], other[key])
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.cli import verify as cli
 from lightning_ddp_ext.verification import (
+    Check,
     ImpossibleError,
+    Report,
     differences,
     draws,
     operations,
     processes,
-    verifier,
+    samples,
     verify,
 )
 from tests.verification import modules
@@ -240,19 +242,19 @@ def test_a_value_that_only_rank_zero_logs_is_a_note_unless_it_is_monitored():
 
 
 def test_findings_are_blocks_of_lines():
-    check = verifier.Check("step", "finding", "it differs", "model:3  loss", "do this")
+    check = Check("step", "finding", "it differs", "model:3  loss", "do this")
     with pytest.raises(AssertionError, match=r"\n\nstep: it differs\n  model:3  loss\n  Remedy: do this\.$"):
-        verifier.Report([check], "", 0.0).raise_for_findings()
+        Report([check], "", 0.0).raise_for_findings()
 
 
 def test_the_last_lines_say_what_the_exit_code_means_and_what_was_not_proved(capsys):
-    finding = verifier.Check("step", "finding", "it differs")
-    cli._print(verifier.Report([finding, verifier.Check("ranks", "note", "why", compared=False)], 'strategy="a"', 1.0))
+    finding = Check("step", "finding", "it differs")
+    cli._print(Report([finding, Check("ranks", "note", "why", compared=False)], 'strategy="a"', 1.0))
     text, use, unproved = capsys.readouterr().out.rsplit("\n", 3)[:3]
     assert "so that the exit code is 1" in text
     assert use == 'Use Trainer(strategy="a").'
     assert unproved == "Not proved, for the reasons in the table: ranks."
-    cli._print(verifier.Report([verifier.Check("step", "ok", "")], 'strategy="a"', 1.0))
+    cli._print(Report([Check("step", "ok", "")], 'strategy="a"', 1.0))
     assert capsys.readouterr().out.endswith('1.0 s\nUse Trainer(strategy="a").\n')
 
 
@@ -263,13 +265,13 @@ def state_of(module):
 
 def test_samples_of_a_shuffled_loader_are_the_same_each_time(monkeypatch):
     drawn = []
-    monkeypatch.setattr(verifier, "Samples", lambda loader, module: drawn.append(next(iter(loader))[1].tolist()))
+    monkeypatch.setattr(samples, "Samples", lambda loader, module: drawn.append(next(iter(loader))[1].tolist()))
     dataset, module = make_data().dataset, Module()
     for generator in (None, torch.Generator().manual_seed(5)):
         loader = DataLoader(dataset, 12, shuffle=True, generator=generator)
         before = torch.get_rng_state().tolist(), [] if generator is None else generator.get_state().tolist()
         for _ in range(2):
-            verifier.draw_samples(module, loader)
+            samples.draw_samples(module, loader)
         assert before == (torch.get_rng_state().tolist(), [] if generator is None else generator.get_state().tolist())
         assert drawn.pop() == drawn.pop() != dataset.tensors[1][:12].tolist()
         assert next(iter(loader))[1].tolist() != next(iter(loader))[1].tolist()  # without a seed

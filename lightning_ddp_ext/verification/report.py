@@ -1,0 +1,81 @@
+"""What was found, as rows of a table and the strategy to use."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lightning_ddp_ext.verification.operations import Line
+
+Verdict = Literal["ok", "note", "finding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the result.
+
+    Attributes:
+        name: What was checked.
+        verdict: `"ok"`; `"finding"`, if several devices train something else; `"note"`, if that is so by nature, as
+            with batch normalisation, or if something could not be compared.
+        text: What was found.
+        where: File and line, and the line itself; empty if there is none.
+        remedy: What to do; empty if nothing.
+        compared: Whether a comparison was possible; if not, the text has the reason.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str
+    where: str = ""
+    remedy: str = ""
+    compared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of `verify`.
+
+    Attributes:
+        checks: The checks, in order.
+        use: The strategy to use, as arguments of the Trainer; empty if none trains what one device trains.
+        seconds: How long it took.
+    """
+
+    checks: list[Check]
+    use: str
+    seconds: float = field(compare=False)
+
+    @property
+    def findings(self) -> list[Check]:
+        """The checks that have found something."""
+        return [check for check in self.checks if check.verdict == "finding"]
+
+    @property
+    def unproved(self) -> list[str]:
+        """Names of the checks that could not compare."""
+        return [check.name for check in self.checks if not check.compared]
+
+    def raise_for_findings(self) -> None:
+        """Raise an `AssertionError` that names all findings, if there are any."""
+        blocks = [
+            "\n  ".join(filter(None, (f"{one.name}: {one.text}", one.where, one.remedy and f"Remedy: {one.remedy}.")))
+            for one in self.findings
+        ]
+        if blocks:
+            raise AssertionError("several devices do not train what one device trains.\n\n" + "\n\n".join(blocks))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        return asdict(self)
+
+
+def show_line(line: Line | None) -> str:
+    """Return a line as file, number and text, and the one that has called it; empty for None."""
+    if line is None:
+        return ""
+    return f"{line}  {line.text}" + (f"\ncalled by {show_line(line.caller)}" if line.caller else "")
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
