@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -38,6 +38,11 @@ def print_table(table: "Table") -> None:
 
     with above_progress_bar():
         rich.get_console().print(table)
+
+
+def logged_numbers(trainer: Any) -> dict[str, float]:
+    """Return the logged values of a run that are single numbers."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
 
 
 def rank_zero_info(message: str) -> None:

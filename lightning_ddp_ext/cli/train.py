@@ -30,6 +30,7 @@ from lightning_ddp_ext._lightning import (
     rank_zero_warn,
     seed_everything,
 )
+from lightning_ddp_ext._output import logged_numbers
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_results
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
@@ -73,7 +74,7 @@ def train(config: DictConfig) -> float | None:
     trained: dict[str, float] = {}
     if config.mode == "train":
         _fit(config, run)
-        trained = {name: float(one) for name, one in trainer.callback_metrics.items() if one.numel() == 1}
+        trained = logged_numbers(trainer)
         evaluated = _test(config, run) if config.test else {}
     else:
         evaluated = _evaluate(config, run)

@@ -4,9 +4,10 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,21 +19,19 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import OperationMode
-from lightning_ddp_ext.verification.draws import Draws
+from lightning_ddp_ext.batches.containers import walk
 
 GROUPS = ("c10d::", "_c10d_functional::")  # of the names of collectives
 _LIBRARIES = (
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "torchmetrics",
-    "lightning_utilities",
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_utilities",
     __package__.split(".")[0],
-)
+)  # fmt: skip
 FORKING = str(Path(__file__).with_name("processes.py"))  # the program that calls `verify` is not a part of the step
 _INSTALLED = "-packages"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
+_MIXED = re.compile("dropout|attention|perm")  # operations whose results are not random numbers of single samples
+Drawn = tuple[str, Tensor]
+"""Name of an operation of torch, and its random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +42,26 @@ class Line:
     number: int
     caller: "Line | None" = field(default=None, compare=False)
 
-    @property
-    def text(self) -> str:
-        """The line itself."""
-        return linecache.getline(self.file, self.number).strip()
-
     def __str__(self) -> str:
         path = Path(self.file)
-        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.number}"
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        text = f"{shown}:{self.number}  {linecache.getline(self.file, self.number).strip()}"
+        return f"{text}\ncalled by {self.caller}" if self.caller else text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation of torch, and copies of its results.
+    """An operation of torch, and copies of its results."""
 
-    Attributes:
-        name: Name of the operation, such as `mm`, or `c10d::allreduce_`, which communicates.
-        lines: Lines outside of torch, Lightning and torchmetrics that have called it, the innermost first.
-        module: Name and class of the innermost module whose forward pass is running.
-        is_backward: Whether it ran in the backward pass.
-        results: Its results, without gradients.
-        sources: Positions of the earlier operations that it reads.
-        is_of_batch: Whether it depends on the batch.
-        is_computed: Whether it computes its results: they are no views, and not left uninitialised.
-        is_outside: Whether it reads a tensor of unknown origin, or a view of one, such as numbers that numpy has drawn.
-    """
-
-    name: str
-    lines: tuple[Line, ...]
-    module: str
+    name: str  # such as `mm`, or `c10d::allreduce_`, which communicates
+    lines: tuple[Line, ...]  # outside of the libraries, the innermost first
+    module: str  # name and class of the innermost module whose forward pass is running
     is_backward: bool
     results: tuple[Tensor, ...]
-    sources: frozenset[int]
-    is_of_batch: bool
-    is_computed: bool
-    is_outside: bool
+    sources: frozenset[int]  # positions of the earlier operations that it reads
+    is_of_batch: bool  # it depends on the batch
+    is_computed: bool  # its results are no views, and not left uninitialised
+    is_outside: bool  # it reads a tensor of unknown origin, or a view of one, such as numbers that numpy has drawn
 
     @property
     def line(self) -> Line | None:
@@ -90,18 +74,61 @@ class Operation:
         return self.name.startswith(GROUPS)
 
 
-class Recording(OperationMode):  # type: ignore[misc]
-    """Records the operations of a block.
+class Draws(OperationMode):  # type: ignore[misc]
+    """Notes the random numbers of a block in `taken`, and gives a part of a batch those of the `whole` batch.
 
-    Args:
-        module: The module that runs, for the names of its modules.
-        batch: Tensors of the batch.
-        draws: Replaces random numbers.
+    The part is between the fractions `begin` and `end` of the whole batch.
     """
 
-    def __init__(self, module: nn.Module, batch: Iterable[Tensor], draws: Draws | None = None) -> None:
+    def __init__(self, whole: Sequence[Drawn] | None = None, begin: float = 0.0, end: float = 1.0) -> None:
         super().__init__()
-        self.draws = draws or Draws()
+        self._whole, self._begin, self._end = whole, begin, end
+        self.taken: list[Drawn] = []
+        self._differs = False
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether the block has drawn what the whole batch has."""
+        return self._whole is None or (not self._differs and len(self.taken) == len(self._whole))
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        drawn = output[0] if isinstance(output, tuple) and output else output
+        name, place = func.name(), len(self.taken)
+        if torch.Tag.nondeterministic_seeded not in func.tags or _MIXED.search(name) or not isinstance(drawn, Tensor):
+            return output
+        if self._whole is not None:
+            same_name, whole = self._whole[place] if place < len(self._whole) else ("", drawn)
+            rows = self._rows(whole, drawn) if name == same_name else None
+            if rows is None:
+                self._differs = True
+            else:
+                drawn.copy_(rows)
+        self.taken.append((name, drawn.clone()))
+        return output
+
+    def _rows(self, whole: Tensor, drawn: Tensor) -> Tensor | None:
+        """Return the numbers of the part; along other dimensions, it may have less padding than the whole batch."""
+        is_cut, is_same = False, whole.shape == drawn.shape
+        if whole.dim() != drawn.dim():
+            return None
+        for dim, (size, own) in enumerate(zip(whole.shape, drawn.shape, strict=True)):
+            begin, end = round(size * self._begin), round(size * self._end)
+            if own != size and own == end - begin and not is_cut:
+                whole, is_cut = whole.narrow(dim, begin, own), True
+            elif own <= size:
+                whole = whole.narrow(dim, 0, own)
+            else:
+                return None
+        return whole if is_cut or is_same else None
+
+
+class Recording(Draws):
+    """Records the operations of a block, on a module and the tensors of a batch; `options` are those of `Draws`."""
+
+    def __init__(self, module: nn.Module, batch: Iterable[Tensor], **options: Any) -> None:
+        super().__init__(**options)
         self.operations: list[Operation] = []
         self._is_backward = False
         self._batch = {id(tensor) for tensor in batch}
@@ -114,9 +141,13 @@ class Recording(OperationMode):  # type: ignore[misc]
 
     @override
     def __enter__(self) -> "Recording":
-        before = register_module_forward_pre_hook(self._enter_module)
-        after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks = before, after
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._running.append(self._names.get(id(module), ""))
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
+        self._hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
         super().__enter__()
         return self
 
@@ -135,43 +166,38 @@ class Recording(OperationMode):  # type: ignore[misc]
         finally:
             self._is_backward = False
 
-    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        self._running.append(self._names.get(id(module), ""))
-
-    def _leave_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._running.pop()
-
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = list(_tensors([args, kwargs or {}]))
-        output = func(*args, **(kwargs or {}))
+        read = _tensors([args, kwargs or {}])
+        output = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.name().removeprefix("aten::").partition(".")[0]
-        results = list(_tensors(output))
-        self.draws.note(func, output)
-        place = len(self.operations)
+        results, place = _tensors(output), len(self.operations)
         sources = {self._writer[id(one)] for one in read if id(one) in self._writer}
         for one in read:
             sources.update(self._changes.get(_storage(one), ()))
-        is_of_batch = (
-            not self._batch  # in objects of an unknown class
-            or any(id(one) in self._batch for one in read)
-            or any(self.operations[i].is_of_batch for i in sources)
-        )
+        earlier = [self.operations[i] for i in sources]
         in_place = name.endswith("_") and bool(read)
         is_view = not in_place and {*map(_storage, read)} >= {*map(_storage, results)}
-        is_computed = not (is_view or "empty" in name)
-        module = next(filter(None, reversed(self._running)), "")
-        is_outside = any(
-            id(one) not in self._writer and id(one) not in self._known and one.numel() > 1 for one in read
-        ) or any(self.operations[i].is_outside and not self.operations[i].is_computed for i in sources)
-        copies = tuple(one.detach().clone() for one in results)
-        where = find_lines(), module, self._is_backward
+        strange = (one for one in read if id(one) not in self._writer and id(one) not in self._known)
         self.operations.append(
-            Operation(name, *where, copies, frozenset(sources), is_of_batch, is_computed, is_outside)
+            Operation(
+                name=name,
+                lines=find_lines(),
+                module=next(filter(None, reversed(self._running)), ""),
+                is_backward=self._is_backward,
+                results=tuple(one.detach().clone() for one in results),
+                sources=frozenset(sources),
+                is_of_batch=not self._batch  # in objects of an unknown class
+                or any(id(one) in self._batch for one in read)
+                or any(one.is_of_batch for one in earlier),
+                is_computed=not (is_view or "empty" in name),
+                is_outside=any(one.numel() > 1 for one in strange)
+                or any(one.is_outside and not one.is_computed for one in earlier),
+            )
         )
         for one in results:
             self._writer[id(one)] = place
-        for one in _tensors([*args[:1]] if in_place else []):  # as the results of collectives
+        for one in _tensors(args[:1]) if in_place else []:  # as the results of collectives
             self._changes[_storage(one)].append(place)
         self._kept += [*read, *results]
         return output
@@ -188,14 +214,8 @@ class Recording(OperationMode):  # type: ignore[misc]
         return found
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in walk(value) if isinstance(one, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
@@ -206,12 +226,9 @@ def _storage(tensor: Tensor) -> int:
 def find_lines() -> tuple[Line, ...]:
     """Return the lines of the step that belong to no library of `_LIBRARIES`, the innermost first."""
     found, frame = [], inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == FORKING:
-            break
-        if is_own_file(code.co_filename):
-            found.append(Line(code.co_filename, frame.f_lineno))
+    while frame is not None and frame.f_code.co_filename != FORKING:
+        if is_own_file(frame.f_code.co_filename):
+            found.append(Line(frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     if found and _INSTALLED in found[0].file:
         found[0] = replace(found[0], caller=next((one for one in found if _INSTALLED not in one.file), None))
@@ -221,12 +238,7 @@ def find_lines() -> tuple[Line, ...]:
 @functools.cache
 def is_own_file(file: str) -> bool:
     """Return True if a source file belongs neither to Python nor to a library of `_LIBRARIES`."""
-    is_library = any(file.startswith(folder) for folder in _folders())
-    return not is_library and (not file.startswith(_STANDARD_LIBRARY) or _INSTALLED in file) and Path(file).exists()
-
-
-@functools.cache
-def _folders() -> tuple[str, ...]:
-    """Return the folders of the libraries that are imported."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
-    return tuple(os.path.dirname(file) + os.sep for file in files if file)
+    if any(file.startswith(os.path.dirname(one) + os.sep) for one in files if one):
+        return False
+    return (not file.startswith(_STANDARD_LIBRARY) or _INSTALLED in file) and Path(file).exists()

@@ -10,116 +10,166 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from lightning_ddp_ext.errors import ImpossibleError, describe_error
+from lightning_ddp_ext.errors import ImpossibleError, OtherRankError, describe_error
 from lightning_ddp_ext.verification.operations import FORKING, Line, is_own_file
 
 _REPORT = 1.0  # seconds before the end in which processes write where they are
 _GRACE, _RAISED = 3.0, "_raised_at"  # seconds for the errors of other processes, after the first
+_LAST_LINES = 12  # of a process that has ended without a result
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives
-_LAST_LINES = 12  # of the output of a process that ended without a result
+# Texts of gloo and of stores in the errors of ranks whose peer has ended, and of ranks that get another tensor.
+_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo")
+_UNEQUAL = re.compile(r"op\.preamble\.length|EnforceNotMet")
+_SAME_CALLS = "let all ranks make the same collective calls, with tensors of the same shape"
 _forking = get_context("fork")
 
 
+class FailedError(ImpossibleError):
+    """A function has failed, at a line of the program if that is known."""
+
+    def __init__(self, text: str, line: Line | None = None, remedy: str = "") -> None:
+        super().__init__(text)
+        self.line, self.remedy = line, remedy
+
+
 class TooLateError(ImpossibleError):
-    """The time is up.
+    """The time is up: the process `place` waits at a line, and one `communicates`, waiting for another's collective."""
 
-    Attributes:
-        waiting: The processes that have no result, by number, and the line at which each is.
-        communicates: Whether one of them waits in a collective of the program.
-    """
-
-    def __init__(self, waiting: Mapping[int, Line | None], communicates: bool) -> None:
+    def __init__(self, place: int, line: Line | None, communicates: bool) -> None:
         super().__init__("it did not end in time. Give more time with `limit`")
-        self.waiting, self.communicates = waiting, communicates
+        self.place, self.line, self.communicates = place, line, communicates
 
 
-def run_forked(functions: Sequence[Callable[[], Any]], deadline: float) -> list[Any]:
+class _Failure(NamedTuple):
+    """Error of a process; those of other processes follow from the one that compares least."""
+
+    is_lost: bool  # the connection to another rank
+    time: float
+    place: int
+    text: str
+    line: Line | None
+
+
+def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_ranks: bool = False) -> list[Any]:
     """Run each function in a fork of its own, all at the same time; return their results in order.
 
-    All forks are killed soon after one fails, or at `deadline`, a time of `time.monotonic()`. If several fail, as ranks
-    do that lose their connection, the first error is raised.
+    All forks are killed soon after one fails, or at `deadline`, a time of `time.monotonic()`. If functions `are_ranks`,
+    they find each other in a store of this process.
 
     Raises:
-        ImpossibleError: If a function raises an error or its process ends.
+        FailedError: If a function raises an error or its process ends, with the error that was raised first.
         TooLateError: If the time is up.
     """
-    pipes: list[Connection] = []
-    processes = []
-    outputs: list[Any] = []
     results: dict[int, Any] = {}
-    failures: list[tuple[float, str]] = []  # when errors were raised, and their texts
-    try:
-        for function in functions:
+    failures: list[_Failure] = []
+    with ExitStack() as stack:
+        variables = {}
+        if are_ranks:
+            # As torchrun's agent does. It listens on a port that is free, without a moment in which another takes it.
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            stack.callback(lambda: store)  # until the end
+            variables = launch_variables(len(functions), store.port)
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in functions]
+        pipes: list[Connection] = []
+        processes = []
+        for place, function in enumerate(functions):
             ours, theirs = _forking.Pipe(duplex=False)
-            outputs.append(tempfile.TemporaryFile())  # noqa: SIM115  closed below
-            process = _forking.Process(
-                target=_run, args=(function, theirs, outputs[-1].fileno(), deadline), daemon=True
-            )
-            process.start()
+            own = {**variables, "LOCAL_RANK": str(place)} if are_ranks else {}
+            arguments = function, theirs, outputs[place].fileno(), deadline, own
+            processes.append(_forking.Process(target=_run, args=arguments, daemon=True))
+            processes[-1].start()
+            stack.callback(_end, processes[-1], ours)
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
-        while len(results) < len(pipes):
-            open_ = [pipe for place, pipe in enumerate(pipes) if place not in results]
-            ready = wait(open_, timeout=max(0.0, deadline - time.monotonic()))
+        while len(results) + len(failures) < len(pipes):
+            ended = {*results, *(one.place for one in failures)}
+            open_ = {pipe: place for place, pipe in enumerate(pipes) if place not in ended}
+            ready: list[Any] = wait(open_, timeout=max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]
             if not ready and failures:
                 break
             if not ready:
-                waiting = [place for place in range(len(pipes)) if place not in results]
-                stacks = {place: _stack_in(outputs[place]) for place in waiting}
-                own = {place: [one for one in stack if is_own_file(one.file)] for place, stack in stacks.items()}
-                raise TooLateError(
-                    {place: next(iter(lines), None) for place, lines in own.items()},
-                    any(stack and stack[0].file.endswith(_COLLECTIVES) for stack in stacks.values()),
-                )
-            for pipe in ready:
-                place = pipes.index(pipe)  # type: ignore[arg-type]
-                results[place], *failed = _receive(pipe, outputs[place])  # type: ignore[arg-type]
-                if failed and not failures:
+                raise _find_waiting({place: _read(outputs[place]) for place in open_.values()})
+            for place in (open_[pipe] for pipe in ready):
+                try:
+                    is_result, value = pickle.loads(pipes[place].recv_bytes())
+                except EOFError:
+                    processes[place].join()
+                    is_result, value = False, _describe_end(processes[place].exitcode, _read(outputs[place]))
+                if is_result:
+                    results[place] = value
+                else:
                     deadline = min(deadline, time.monotonic() + _GRACE)
-                failures += failed
-        if failures:
-            raise ImpossibleError(min(failures)[1])
-    finally:
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        for pipe in pipes:
-            pipe.close()
-        for output in outputs:
-            output.close()
+                    failures.append(_Failure(value[0], value[1], place, *value[2:]))
+    if failures:
+        raise _explain(failures, len(functions))
     return [results[place] for place in range(len(functions))]
 
 
-def _receive(pipe: Connection, output: Any) -> tuple[Any, ...]:
-    """Return the result of a process, or None and its failure."""
-    try:
-        is_result, value = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return None, (0.0, f"its process ended{_last_lines(output)}")
-    return (value,) if is_result else (None, value)
+def launch_variables(ranks: int, port: int) -> dict[str, str]:
+    """Return the variables of Lightning's launcher, for ranks that connect to a store of their parent process."""
+    return {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": str(port > 0),
+    }  # fmt: skip
 
 
-def _last_lines(output: Any) -> str:
+def _end(process: Any, pipe: Connection) -> None:
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    pipe.close()
+
+
+def _explain(failures: Sequence[_Failure], number: int) -> FailedError:
+    """Return the error that was raised first, without those that follow from it."""
+    first = min(failures, key=lambda one: one[:3])
+    rank = f"rank {first.place} fails first: " if number > 1 else ""
+    if not first.is_lost:
+        return FailedError(f"{rank}{first.text}", first.line)
+    unequal = [one for one in failures if _UNEQUAL.search(one.text)]
+    if unequal:
+        text = f"rank {unequal[0].place} gets a tensor of another size in a collective call than it gives"
+        return FailedError(text, unequal[0].line or first.line, _SAME_CALLS)
+    text = f"rank {first.place} loses its connection to other ranks in a collective call"
+    return FailedError(text, first.line, _SAME_CALLS)
+
+
+def _describe_end(code: int | None, output: str) -> tuple[bool, float, str, Line | None]:
+    """Describe how a process has ended that has sent no result."""
+    how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+    lines = "\n".join(output.rstrip().splitlines()[-_LAST_LINES:])
+    is_lost = code == -signal.SIGABRT and _LOST.search(output) is not None
+    line = next((one for one in _stack_in(output) if is_own_file(one.file)), None) if is_lost else None
+    text = f"its process ended with {how}" + (f"; its last lines:\n{lines}" if lines else "")
+    return is_lost, time.monotonic(), output if is_lost else text, line
+
+
+def _read(output: Any) -> str:
     output.seek(0)
-    lines = output.read().decode(errors="replace").rstrip().splitlines()[-_LAST_LINES:]
-    return "; its last lines:\n" + "\n".join(lines) if lines else ""
+    return str(output.read().decode(errors="replace"))
 
 
-def _stack_in(output: Any) -> list[Line]:
-    """Return the stack that a process has written before the end, the innermost line first."""
-    output.seek(0)
-    text = output.read().decode(errors="replace").rpartition("(most recent call first)")[2].partition(FORKING)[0]
+def _stack_in(output: str) -> list[Line]:
+    """Return the stack that `faulthandler` has written at the end, the innermost line first."""
+    text = output.rpartition("(most recent call first)")[2].partition(FORKING)[0]
     return [Line(file, int(number)) for file, number in _FRAME.findall(text)]
+
+
+def _find_waiting(outputs: dict[int, str]) -> TooLateError:
+    stacks = {place: _stack_in(output) for place, output in outputs.items()}
+    communicates = any(stack and stack[0].file.endswith(_COLLECTIVES) for stack in stacks.values())
+    place, stack = next(iter(stacks.items()))
+    return TooLateError(place, next((one for one in stack if is_own_file(one.file)), None), communicates)
 
 
 def note_time(error: BaseException) -> None:
@@ -127,25 +177,30 @@ def note_time(error: BaseException) -> None:
     error.__dict__.setdefault(_RAISED, time.monotonic())
 
 
-def _time_of(error: BaseException) -> float:
-    return float(error.__dict__.get(_RAISED, time.monotonic()))
-
-
-def _run(function: Callable[[], Any], pipe: Connection, output: int, deadline: float) -> None:
+def _run(
+    function: Callable[[], Any], pipe: Connection, output: int, deadline: float, variables: dict[str, str]
+) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.environ.update(variables)
+    faulthandler.enable(file=2)  # gloo aborts the process of a rank whose peer has ended
     faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic() - _REPORT), file=2)
     warnings.simplefilter("ignore")  # for warnings that are errors in this process
     torch.set_num_threads(1)  # since threads of OpenMP do not survive a fork
     try:
-        message = True, function()
-    except ImpossibleError as error:
-        message = False, (_time_of(error), str(error))
+        message: Any = True, function()
     except Exception as error:
         traceback.print_exc()
-        message = False, (_time_of(error), describe_error(error))
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [Line(one.filename, one.lineno or 0) for one in frames if is_own_file(one.filename)]
+        text = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
+        is_lost = isinstance(error, OtherRankError | dist.DistError) or (
+            type(error) is RuntimeError and _LOST.search(text) is not None
+        )
+        raised = float(error.__dict__.get(_RAISED, time.monotonic()))
+        message = False, (is_lost, raised, text, next(reversed(own), None))
     pipe.send_bytes(pickle.dumps(message))
     pipe.close()
     sys.stdout.flush()

@@ -1,104 +1,194 @@
-"""How a result on a whole batch follows from the results on its parts."""
+"""How results of a training step on a whole batch follow from its results on parts, and where they do not."""
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_ext.verification.operations import Line, Operation
+from lightning_ddp_ext.verification.replay import ReplayedStep
+
+# Of a result: `"same"` on all; `"rows"` are those of the parts together; their `"sum"`, or a weighted `"mean"`; `"none"`
+# of these; `"unknown"` if no number says.
 Kind = Literal["same", "rows", "sum", "mean", "none", "unknown"]
+Weights = tuple[float, ...]
+"""Weights of a mean, which add up to 1."""
 # Operations that order values or choose among them.
-CHOICES = re.compile("(a|arg|cum|nan)?(max|min|median|sort|topk|kthvalue|quantile|unique)")
+_CHOICES = re.compile("(a|arg|cum|nan)?(max|min|median|sort|topk|kthvalue|quantile|unique)")
+# Exponents of the precision in a tolerance, 4e-10 for double and 7e-5 for single precision; and finer ones for a line.
+ROUNDING, FINER = 0.6, (0.75, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class Relation:
-    """A relation of a result on the whole batch to the results on the parts.
+class Culprit:
+    """The operation at which samples influence each other, and what that means, in one clause."""
 
-    Attributes:
-        kind: `"same"` on all; `"rows"` are those of the parts together; their `"sum"`, or a weighted `"mean"`; `"none"`
-            of these; `"unknown"` if no number says.
-        weights: Of a mean, which add up to 1.
-    """
+    line: Line | None  # None for a part of torch that no line of the program asks for
+    meaning: str
+    remedy: str = "compute each sample's loss from this sample alone, or gather what is needed from all ranks"
 
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """An operation of the whole batch with its counterparts, and the relation of its first result that has one."""
+
+    position: int
+    operation: Operation
     kind: Kind
-    weights: tuple[float, ...] = ()
+    weights: Weights  # of a mean
+    shapes: tuple[torch.Size, ...]
 
 
-class Relations:
-    """Finds relations.
+class Differences:
+    """Relates the operations of a step on a whole batch to those of the same step on its parts, of `sizes` samples.
 
-    Args:
-        sizes: Number of samples of each part.
-        tolerance: Largest difference that rounding explains, relative to the largest number of a result.
+    `rounding` is the exponent of the precision in the tolerance, and `known` has weights of a mean, if any are known.
     """
 
-    def __init__(self, sizes: Sequence[int], tolerance: float) -> None:
-        self._tolerance = tolerance
-        total = sum(sizes)
-        self.by_samples = tuple(size / total for size in sizes)
-        # Weights of means, by what they are divided by: numbers that are sums over the parts, seen so far.
-        self.known: list[tuple[float, ...]] = [self.by_samples]
+    def __init__(
+        self,
+        whole: ReplayedStep,
+        parts: Sequence[ReplayedStep],
+        sizes: Sequence[int],
+        rounding: float = ROUNDING,
+        known: Weights | None = None,
+    ) -> None:
+        self._operations, self._parts = whole.operations, [part.operations for part in parts]
+        self._leading = whole.leading
+        # What does not depend on the batch, such as the angles of positions, has the same rounding in parts.
+        results = (one for operation in self._operations if operation.is_of_batch for one in operation.results)
+        self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
+        self._tolerance = self.precision**rounding
+        # Weights of means, by what they are divided by, and the lines that have these numbers.
+        self._origin: dict[Weights, Line | None] = {}
+        self._known = [tuple(size / sum(sizes) for size in sizes), *([] if known is None else [known])]
 
-    def find(self, name: str, whole: Tensor, parts: Sequence[Tensor], is_backward: bool) -> Relation:
-        """Return the relation of the result of an operation."""
+    @cached_property
+    def _matched(self) -> dict[int, _Matched]:
+        found: dict[int, _Matched] = {}
+        for position, others in _match(self._operations, self._parts).items():
+            operation = self._operations[position]
+            if operation.is_of_batch and "empty" not in operation.name:  # which sets no value
+                self._relate(found, position, operation, others)
+        return found
+
+    @property
+    def origin(self) -> dict[Weights, Line | None]:
+        """The weights of means, and the lines that have what these are divided by."""
+        return self._origin if self._matched else {}
+
+    def _relate(
+        self, matched: dict[int, _Matched], position: int, operation: Operation, others: Sequence[Operation]
+    ) -> None:
+        before = len(self._known)
+        for index, result in enumerate(operation.results):
+            of_parts = [other.results[index] for other in others if len(other.results) > index]
+            if len(of_parts) == len(others):
+                kind, weights = self._find_relation(operation, result, of_parts)
+                earlier = matched.get(position)
+                if earlier is None or earlier.kind == "unknown" or kind == "none":  # the worst of its results
+                    shapes = (result.shape, *(part.shape for part in of_parts))
+                    matched[position] = _Matched(position, operation, kind, weights, shapes)
+        self._origin.update(dict.fromkeys(self._known[before:], operation.line))
+
+    def find(self) -> Culprit | None:
+        """Return the first operation without a relation that leads to a loss, or else one of a backward pass."""
+        none = [one for one in self._matched.values() if one.kind == "none"]
+        for one in none:
+            if one.position in self._leading:
+                return Culprit(one.operation.line, self._explain(one))
+        for one in none:
+            if one.operation.is_backward and one.operation.line is not None:
+                return Culprit(one.operation.line, "samples influence each other's gradients")
+        return None
+
+    def find_first(self, kind: Kind, weights: Weights = ()) -> Line | None:
+        """Return the line of the first operation with a relation that leads to a loss."""
+        for one in self._matched.values():
+            is_forward = one.position in self._leading and not one.operation.is_backward
+            if is_forward and (one.kind, one.weights) == (kind, weights):
+                return one.operation.line
+        return None
+
+    def _explain(self, one: _Matched) -> str:
+        """Return what an operation without a relation does."""
+        whole, *parts = one.shapes
+        inputs = [self._matched[source] for source in one.operation.sources if source in self._matched]
+        kinds = {source.kind for source in inputs}
+        if "batch_norm" in one.operation.name:
+            return "batch normalisation computes with the statistics of the batch"
+        if all(len(shape) == len(whole) for shape in parts):
+            differing = sum(any(part[dim] != size for part in parts) for dim, size in enumerate(whole))
+            if differing > 1:
+                return "samples are compared with each other, as in a contrastive loss"
+        if _CHOICES.fullmatch(one.operation.name):
+            return "it depends on which other samples are in the batch (a choice, an extreme or a quantile)"
+        if "rows" in kinds and {"mean", "sum", "none"} & kinds:
+            return "each sample is shifted or scaled by a statistic of the batch"
+        if kinds <= {"mean", "sum"} and len({(source.kind, source.weights) for source in inputs}) > 1:
+            return "terms are combined that are means over different things, or a mean and a sum"
+        if kinds and kinds <= {"mean", "sum", "same"}:
+            return "it is no linear function of a mean or a sum over samples, as a root or a logarithm"
+        return "samples influence each other"
+
+    def _find_relation(self, operation: Operation, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Kind, Weights]:
+        """Return the relation of a result to those of the parts, and the weights of a mean."""
         if any(part.dim() != whole.dim() or part.dtype != whole.dtype for part in parts) or whole.is_sparse:
-            return Relation("unknown")
-        split = [
-            dim for dim in range(whole.dim())
-            if any(part.shape[dim] != whole.shape[dim] for part in parts)
-        ]  # fmt: skip
+            return "unknown", ()
+        split = [dim for dim in range(whole.dim()) if any(part.shape[dim] != whole.shape[dim] for part in parts)]
         if len(parts) == 1:
             # An iteration over samples may add to what earlier ones have made.
-            is_same = not split and self._are_close(parts[0].double(), whole.double())
-            return Relation("same" if is_same else "unknown")
+            return "same" if not split and self._are_close(parts[0].double(), whole.double()) else "unknown", ()
+        chooses = bool(_CHOICES.fullmatch(operation.name))
         if any(whole.shape[dim] != sum(part.shape[dim] for part in parts) for dim in split):
-            return Relation("none" if CHOICES.fullmatch(name) and whole.is_floating_point() else "unknown")
+            return "none" if chooses and whole.is_floating_point() else "unknown", ()
         if len(split) == 1:
             self._learn([part.shape[split[0]] for part in parts])
         if not whole.is_floating_point():
-            return self._of_integers(whole, parts, split)
+            return "unknown" if split else self._relate_integers(whole, parts), ()
         if not all(one.isfinite().all() for one in (whole, *parts)):
-            return Relation("unknown")
+            return "unknown", ()
         whole, parts = whole.double(), [part.double() for part in parts]
         if len(split) > 1:
-            return Relation("none")
+            return "none", ()
         if split:
-            is_made = self._are_rows(whole, parts, split[0], is_backward, not CHOICES.fullmatch(name))
-            return Relation("rows" if is_made else "none")
-        return self._of_equal_shapes(whole, parts)
+            return "rows" if self._are_rows(whole, parts, split[0], operation.is_backward, not chooses) else "none", ()
+        return self._relate_alike(whole, parts)
 
-    def _of_integers(self, whole: Tensor, parts: Sequence[Tensor], split: Sequence[int]) -> Relation:
+    def _relate_integers(self, whole: Tensor, parts: Sequence[Tensor]) -> Kind:
         """Integers may be positions, which differ: they say something only if they are equal or sums."""
-        if split:
-            return Relation("unknown")
         if all(torch.equal(whole, part) for part in parts):
-            return Relation("same")
+            return "same"
         if whole.dtype != torch.bool and torch.equal(whole, sum(parts[1:], parts[0])):
             if whole.numel() == 1:
                 self._learn([part.item() for part in parts])
-            return Relation("sum")
-        return Relation("unknown")
+            return "sum"
+        return "unknown"
 
-    def _of_equal_shapes(self, whole: Tensor, parts: Sequence[Tensor]) -> Relation:
+    def _relate_alike(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Kind, Weights]:
+        """Return the relation of results of one shape."""
         if all(self._are_close(part, whole) for part in parts):
-            return Relation("same")
+            return "same", ()
         stacked = torch.stack([part.flatten() for part in parts], dim=1)
         flat = whole.flatten()
         if self._are_close(stacked.sum(1), flat):
             if whole.numel() == 1:
                 self._learn([part.item() for part in parts])
-            return Relation("sum")
-        for weights in self.known:
+            return "sum", ()
+        for weights in self._known:
             if self._are_close(stacked @ flat.new_tensor(weights), flat):
-                return Relation("mean", weights)
-        fitted = self.fit(stacked, flat)
+                return "mean", weights
+        fitted = fit_weights(stacked, flat) if len(flat) > len(parts) else None
         if fitted is not None and min(fitted) > -self._tolerance and abs(sum(fitted) - 1) < self._tolerance:
-            return Relation("mean", fitted)
-        return Relation("none")
+            is_fit = self._are_close(stacked @ flat.new_tensor(fitted), flat)
+            return ("mean", fitted) if is_fit else ("none", ())
+        return "none", ()
 
     def _learn(self, counts: Sequence[float]) -> None:
         """Note what means may be divided by."""
@@ -106,23 +196,14 @@ class Relations:
         if min(counts) < 0 or not 0 < total < math.inf:
             return
         weights = tuple(count / total for count in counts)
-        if not any(all(map(math.isclose, weights, one)) for one in self.known):
-            self.known.append(weights)
+        if not any(all(map(math.isclose, weights, one)) for one in self._known):
+            self._known.append(weights)
 
     def _are_close(self, one: Tensor, other: Tensor) -> bool:
         if not one.numel():
             return True
         largest = float(torch.maximum(one.abs().max(), other.abs().max()))
         return float((one - other).abs().max()) <= self._tolerance * largest
-
-    def fit(self, parts: Tensor, whole: Tensor) -> tuple[float, ...] | None:
-        """Return the factors of columns `parts` whose sum is `whole`; None if they are not unique or there are none."""
-        if len(whole) <= parts.shape[1]:
-            return None
-        found = torch.linalg.lstsq(parts, whole[:, None], driver="gelsd")
-        if int(found.rank) < parts.shape[1] or not self._are_close((parts @ found.solution)[:, 0], whole):
-            return None
-        return tuple(found.solution[:, 0].tolist())
 
     def _are_rows(self, whole: Tensor, parts: Sequence[Tensor], dim: int, may_scale: bool, any_order: bool) -> bool:
         """Return True if the slices of the whole along a dimension are those of the parts, maybe in another order.
@@ -142,5 +223,34 @@ class Relations:
         # Rows in another order have the same projections, as of packed sequences or of time-major features.
         rows = [one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (whole, together)]
         direction = torch.linspace(1.0, 2.0, rows[0].shape[1], dtype=whole.dtype, device=whole.device)
-        one, other = ((row @ direction).sort().values for row in rows)
-        return self._are_close(one, other)
+        return self._are_close(*((row @ direction).sort().values for row in rows))
+
+
+def fit_weights(parts: Tensor, whole: Tensor) -> Weights | None:
+    """Return the factors of columns `parts` whose sum is next to `whole`; None if they are not unique."""
+    found = torch.linalg.lstsq(parts, whole[:, None], driver="gelsd")
+    return tuple(found.solution[:, 0].tolist()) if int(found.rank) == parts.shape[1] else None
+
+
+def _match(whole: Sequence[Operation], parts: Sequence[Sequence[Operation]]) -> dict[int, list[Operation]]:
+    """Return the counterparts of operations in the parts, by their position in the whole, in its order.
+
+    Operations with the same name, line and module correspond in their order, if there are equally many. If there are as
+    many as in all parts together, as in a loop over samples, each corresponds to one of one part.
+    """
+    groups: list[dict[object, list[int]]] = []
+    for run in (whole, *parts):
+        group: dict[object, list[int]] = defaultdict(list)
+        for position, operation in enumerate(run):
+            group[operation.name, operation.line, operation.module, operation.is_backward].append(position)
+        groups.append(group)
+    found: dict[int, list[Operation]] = {}
+    for key, positions in groups[0].items():
+        others = [group.get(key, []) for group in groups[1:]]
+        if all(len(other) == len(positions) for other in others):
+            for place, position in enumerate(positions):
+                found[position] = [run[other[place]] for run, other in zip(parts, others, strict=True)]
+        elif len(positions) == sum(map(len, others)):
+            each = [run[index] for run, other in zip(parts, others, strict=True) for index in other]
+            found.update({position: [operation] for position, operation in zip(positions, each, strict=True)})
+    return dict(sorted(found.items()))

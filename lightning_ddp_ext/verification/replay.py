@@ -1,7 +1,7 @@
 """Training steps that run again on copies of the module and the batch, beside a training run that does not change."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +17,30 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
-from lightning_ddp_ext.verification.held_optimizers import flat_gradient, hold_optimizers
-from lightning_ddp_ext.verification.operations import Recording
+from lightning_ddp_ext.verification.operations import Operation, Recording
+
+Gradients = list[tuple[str, Tensor]]
+"""Gradients of parameters with their names, as vectors in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A step that has run again.
+    """A step that has run again."""
 
-    Attributes:
-        gradients: Of the parameters with their names, as vectors in float64; under manual optimization, those that each
-            optimizer step has seen.
-        losses: Tensors of which it has run the backward pass.
-        recording: Its operations; None if they were not recorded.
-        module: The copy of the module on which it has run.
-    """
+    gradients: Gradients  # under manual optimization, those that each optimizer step has seen
+    losses: list[Tensor]  # of which it has run the backward pass
+    module: Any  # the copy on which it has run
+    recording: Recording | None = None
 
-    gradients: list[tuple[str, Tensor]]
-    losses: list[Tensor]
-    recording: Recording | None
-    module: Any
+    @property
+    def operations(self) -> list[Operation]:
+        """The recorded operations."""
+        return [] if self.recording is None else self.recording.operations
+
+    @property
+    def leading(self) -> set[int]:
+        """Positions of the operations that lead to a loss."""
+        return set() if self.recording is None else self.recording.leading_to(self.losses)
 
 
 def find_batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -93,7 +97,7 @@ class BatchReplay:
         batch: Any,
         *,
         transferred: bool = True,
-        record: Callable[[nn.Module, Sequence[Tensor]], Recording] | None = None,
+        record: Callable[[nn.Module, list[Tensor]], Recording] | None = None,
         normalizes: bool = True,
         refuses_collectives: bool = True,
         prepare: Callable[[nn.Module], Any] = lambda module: None,
@@ -129,10 +133,9 @@ class BatchReplay:
                     with nullcontext() if recording is None else recording.backward():
                         module.backward(loss, *args, **kwargs)
 
-                steps: list[tuple[str, Tensor]] = []
+                steps: Gradients = []
                 if not module.automatic_optimization:
-                    originals = {id(parameter): name for name, parameter in self.module.named_parameters()}
-                    steps = hold_optimizers(module, originals, self._trainer.optimizers)
+                    self._hold_optimizers(module, steps)
                     module.manual_backward = run_backward
                 with nullcontext() if recording is None else recording:
                     if not transferred:
@@ -156,7 +159,43 @@ class BatchReplay:
         except Exception as error:
             raise ImpossibleError(f"`training_step` failed on a copy of the module: {describe_error(error)}") from error
         gradients = [(name, flat_gradient(parameter)) for name, parameter in module.named_parameters()]
-        return ReplayedStep(steps or gradients, losses, recording, module)
+        return ReplayedStep(steps or gradients, losses, module, recording)
+
+    def _hold_optimizers(self, module: Any, steps: Gradients) -> None:
+        """Give a copy of the module optimizers that add the gradients they are given to `steps`, and change nothing.
+
+        All backward passes of a step see the same parameters.
+        """
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        parameters = dict(module.named_parameters())
+
+        def hold(optimizer: Any) -> Any:
+            held: Any = copy.copy(optimizer)
+            own = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+            held.param_groups = [
+                {**group, "params": [parameters[name] for name in part]}
+                for group, part in zip(optimizer.param_groups, own, strict=True)
+            ]
+
+            def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+                result = None if closure is None else closure()
+                steps.extend((name, flat_gradient(parameters[name])) for part in own for name in part)
+                return result
+
+            @contextmanager
+            def toggle(sync_grad: bool = True) -> Iterator[None]:
+                module.toggle_optimizer(held)
+                yield
+                module.untoggle_optimizer(held)
+
+            held.step, held.toggle_model, held.optimizer, held.state = step, toggle, held, {}
+            return held
+
+        optimizers = [hold(one) for one in self._trainer.optimizers]
+        schedulers = copy.deepcopy(module.lr_schedulers())  # with optimizers of their own
+        module.trainer.optimizers = optimizers
+        module.optimizers = lambda use_pl_optimizer=True: optimizers[0] if len(optimizers) == 1 else optimizers
+        module.lr_schedulers = lambda: schedulers
 
     def _copied(self, module: LightningModule) -> Any:
         view = _TrainerView(self._trainer)
@@ -205,6 +244,13 @@ class NoDropout(TorchFunctionMode):
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+def flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter as a vector in float64; zeros if it has none."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).cpu().double()
 
 
 def _refuse_collective(*_: Any, **__: Any) -> Any:

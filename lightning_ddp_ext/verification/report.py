@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_ddp_ext.verification.operations import Line
-
 Verdict = Literal["ok", "note", "finding"]
 
 
@@ -67,13 +65,6 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
         return asdict(self)
-
-
-def show_line(line: Line | None) -> str:
-    """Return a line as file, number and text, and the one that has called it; empty for None."""
-    if line is None:
-        return ""
-    return f"{line}  {line.text}" + (f"\ncalled by {show_line(line.caller)}" if line.caller else "")
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -2,17 +2,17 @@
 
 import os
 import random
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset
 from typing_extensions import override
@@ -25,13 +25,18 @@ from lightning_ddp_ext._lightning import (
     Trainer,
     seed_everything,
 )
+from lightning_ddp_ext._output import logged_numbers
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.consistency import value_to_text
-from lightning_ddp_ext.verification.draws import Drawn, Draws
-from lightning_ddp_ext.verification.held_optimizers import flat_gradient
-from lightning_ddp_ext.verification.operations import GROUPS, Line, Recording, find_lines
-from lightning_ddp_ext.verification.processes import note_time
-from lightning_ddp_ext.verification.replay import BatchReplay, NoDropout, find_batch_norms, switch_dropout_off
+from lightning_ddp_ext.consistency import find_difference, name_training_state, value_to_text
+from lightning_ddp_ext.verification.operations import GROUPS, Drawn, Draws, Line, Recording, find_lines
+from lightning_ddp_ext.verification.processes import launch_variables, note_time
+from lightning_ddp_ext.verification.replay import (
+    BatchReplay,
+    NoDropout,
+    find_batch_norms,
+    flat_gradient,
+    switch_dropout_off,
+)
 from lightning_ddp_ext.verification.samples import Samples
 
 STEPS = 2
@@ -48,40 +53,26 @@ class Traced(NamedTuple):
     is_shared: bool = False  # it communicates, or depends on an operation that does
 
 
-Trace = list[Traced]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """What a rank has at the end of a run.
+    """Results of a process at the end of a run."""
 
-    Attributes:
-        tensors: Parameters, buffers and optimizer states, by name.
-        gradients: The gradient that each optimizer step has got, as a vector in float64.
-        logged: Logged values, by key.
-        rates: Learning rates at the end.
-        lines: Lines that have logged the keys.
-        monitored: Keys that a scheduler or a callback reads.
-        traces: Of the first step, with random numbers of Python and numpy that are those of this rank: with the random
-            numbers of torch of one process, and with others.
-        draws: Random numbers of the steps of training and validation.
-        is_matched: Whether these are the ones of one process.
-    """
-
-    tensors: dict[str, Tensor]
-    gradients: list[Tensor]
-    logged: dict[str, float]
-    rates: list[float]
-    lines: dict[str, Line | None]
-    monitored: set[str]
-    traces: tuple[Trace, Trace]
-    draws: list[list[Drawn]]
-    is_matched: bool
+    gradients: list[Tensor] = field(default_factory=list)  # of the optimizer steps, as vectors in float64
+    difference: str | None = None  # of the training state between ranks
+    logged: dict[str, float] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    lines: dict[str, Line | None] = field(default_factory=dict)  # that have logged the keys
+    monitored: set[str] = field(default_factory=set)  # keys that a scheduler or a callback reads
+    # Of the first step, with random numbers of Python and numpy that are those of this rank: with the random numbers of
+    # torch of one process, and with others.
+    traces: tuple[list[Traced], ...] = ()
+    draws: list[list[Drawn]] = field(default_factory=list)  # of the steps of training and validation
+    is_matched: bool = True  # the draws are those of one process
 
     @property
     def communicates(self) -> bool:
         """Whether the first step communicates."""
-        return any(one.name.startswith(GROUPS) for one in self.traces[0])
+        return any(one.name.startswith(GROUPS) for trace in self.traces[:1] for one in trace)
 
 
 class Stopped(Exception):
@@ -89,80 +80,75 @@ class Stopped(Exception):
 
 
 class _Watch(Callback):
-    """Watches a run: traces the first step, and notes who logs which value."""
+    """Watches a run: traces the first step, notes who logs which value, and compares ranks at the end."""
 
-    def __init__(self, stops: bool, make_draws: Callable[[int], Draws]) -> None:
-        self._make_draws = make_draws
-        self.draws: list[Draws] = []
-        self.traces: tuple[Trace, Trace] = [], []
-        self.lines: dict[str, Line | None] = {}
-        self.monitored: set[str] = set()
-        self.gradients: list[Tensor] = []
-        self._stops = stops
+    def __init__(self, traces: bool, stops: bool, make_draws: Callable[[int], Draws]) -> None:
+        self.found = Outcome()
+        self._traces, self._stops, self._make_draws = traces, stops, make_draws
+        self._draws = Draws()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.gradients.append(torch.cat([flat_gradient(one) for one in pl_module.parameters()]))
+        self.found.gradients.append(torch.cat([flat_gradient(one) for one in pl_module.parameters()]))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log = pl_module.log
 
         def noting(name: str, *args: Any, **kwargs: Any) -> None:
-            self.lines.setdefault(name, next(iter(find_lines()), None))
+            self.found.lines.setdefault(name, next(iter(find_lines()), None))
             log(name, *args, **kwargs)
 
         pl_module.log = noting  # type: ignore[method-assign]
+        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        monitors += [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        self.found.monitored.update(filter(None, monitors))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for part in find_batch_norms(pl_module):
             part.eval()  # its statistics are those of a part by nature
-        if batch_idx == 0:
-            self._look_at_first(trainer, pl_module, batch, batch_idx)
-        self._begin_draws()
+        if batch_idx == 0 and self._traces:
+            replay, rank = BatchReplay(trainer, pl_module, batch, batch_idx), trainer.global_rank
+            self.found.traces = _trace(replay, rank, 0), _trace(replay, rank, 1 + rank)
+            if self._stops:
+                raise Stopped
+        self.on_validation_batch_start()
 
     @override
     def on_validation_batch_start(self, *_: Any) -> None:
-        self._begin_draws()
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.draws[-1].__exit__(None, None, None)
+        self._draws = self._make_draws(len(self.found.draws))
+        self._draws.__enter__()
 
     @override
     def on_validation_batch_end(self, *_: Any) -> None:
-        self.draws[-1].__exit__(None, None, None)
+        self._draws.__exit__(None, None, None)
+        self.found.draws.append(self._draws.taken)
+        self.found.is_matched &= self._draws.is_matched
+
+    on_train_batch_end = on_validation_batch_end
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if dist.is_initialized():
+            difference = find_difference(name_training_state(pl_module, trainer.optimizers))
+            self.found.difference = None if difference is None else difference.text
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         note_time(exception)
 
-    def _begin_draws(self) -> None:
-        self.draws.append(self._make_draws(len(self.draws)))
-        self.draws[-1].__enter__()
 
-    def _look_at_first(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        replay, rank = BatchReplay(trainer, pl_module, batch, batch_idx), trainer.global_rank
-        self.traces = _trace(replay, rank, 0), _trace(replay, rank, 1 + rank)
-        if self._stops:
-            raise Stopped
-        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-        monitors += [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-        self.monitored.update(filter(None, monitors))
-
-
-def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> Trace:
+def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> list[Traced]:
     """Return the operations of the step that lead to its loss."""
     with replay.training_unaffected():
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(torch_seed)
         step = replay.run(replay.batch, record=Recording, refuses_collectives=False)
-    assert step.recording is not None
-    leading, shared = step.recording.leading_to(step.losses), set[int]()
+    leading, shared = step.leading, set[int]()
     found = []
-    for place, one in enumerate(step.recording.operations):
+    for place, one in enumerate(step.operations):
         if one.communicates or one.sources & shared:
             shared.add(place)
         if place in leading or one.communicates:
@@ -178,7 +164,7 @@ class StepDifference(NamedTuple):
     is_outside: bool = False  # only results differ, of an operation that `is_outside`
 
 
-def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
+def compare_steps(own: Outcome, alone: Outcome) -> StepDifference | None:
     """Find the first operation of a rank that one process does not do alike; None if there is none.
 
     With other random numbers of torch, results may differ, but not which operations there are.
@@ -198,26 +184,22 @@ def find_difference(own: Outcome, alone: Outcome) -> StepDifference | None:
     return None
 
 
-def draw_indices(
-    module: LightningModule, data: Any, rank: int, ranks: int, port: int, replaces: bool
-) -> tuple[list[Any], Line | None]:
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """Return the norm of a difference, relative to the norm of the other vector."""
+    size, norm = float((one - other).norm()), float(other.norm())
+    return size / norm if norm else size and float("inf")
+
+
+def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool) -> tuple[list[Any], Line | None]:
     """Return the samples that a rank gets in an epoch under `ddp`, and the line of the sampler or stream they are from.
 
     If Lightning `replaces` samplers, as by default, each rank gets samples of its own. Samples are indices, or hashes
     of what a stream gives.
     """
-    launch(rank, ranks, port)
-    trainer = quiet_trainer(
-        callbacks=[_Draw()],
-        strategy="ddp",
-        devices=ranks,
-        plugins=[LightningEnvironment()],
-        use_distributed_sampler=replaces,
-    )
+    own = {"devices": ranks, "plugins": [LightningEnvironment()], "use_distributed_sampler": replaces}
+    trainer = quiet_trainer(callbacks=[_Draw()], strategy="ddp", **own)
     with suppress(Stopped):
-        trainer.fit(
-            module, **({"datamodule": data} if isinstance(data, LightningDataModule) else {"train_dataloaders": data})
-        )
+        trainer.fit(module, **{"datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders": data})
     loader: Any = trainer.train_dataloader
     sampler = getattr(loader, "batch_sampler", None)
     source: Any = loader.dataset
@@ -241,101 +223,75 @@ class _Draw(Callback):
 
 
 def quiet_trainer(**options: Any) -> Trainer:
-    """Return a Trainer of CPUs that trains one epoch, and writes nothing but into a temporary folder."""
-    return Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tempfile.gettempdir(),
-        **{"limit_val_batches": 0, **options},
-    )  # fmt: skip
+    """Return a Trainer that trains one epoch on CPUs by default, and writes nothing but into a temporary folder."""
+    return Trainer(**{
+        "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
+        "default_root_dir": tempfile.gettempdir(), "limit_val_batches": 0, **options,
+    })  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of some ranks.
-
-    Attributes:
-        make_strategy: Returns the strategy.
-        sizes: Numbers of samples of the parts.
-        shares: Whether the strategy divides whole batches itself.
-        validation: Samples of the validation loaders, and the sizes of their parts.
-    """
+    """A run of some ranks."""
 
     make_strategy: Callable[[], Any]
-    sizes: Sequence[int]
-    shares: bool = False
-    validation: Sequence[tuple[Samples, Sequence[int]]] = ()
+    sizes: Sequence[int]  # numbers of samples of the parts
+    shares: bool = False  # the strategy divides whole batches itself
+    validation: Sequence[tuple[Samples, Sequence[int]]] = ()  # samples of the loaders, and the sizes of their parts
 
     def ranks(
         self, module: LightningModule, samples: Samples, precision: Any, drawn: list[list[Drawn]]
     ) -> list[Callable[[], Outcome]]:
-        """Return what each rank does, with the random numbers of one process."""
-        port = free_port()
-        return [
-            partial(self._train, module, samples, precision, drawn, rank, port) for rank in range(len(self.sizes))
-        ]  # fmt: skip
+        """Return the function of each rank, with the random numbers of one process."""
+        train = partial(self._train, module, samples, precision, drawn)
+        return [partial(train, rank) for rank in range(len(self.sizes))]
 
     def _train(
-        self,
-        module: LightningModule,
-        samples: Samples,
-        precision: Any,
-        drawn: list[list[Drawn]],
-        rank: int,
-        port: int,
+        self, module: LightningModule, samples: Samples, precision: Any, drawn: list[list[Drawn]], rank: int
     ) -> Outcome:
         def make_draws(place: int) -> Draws:
             sizes = self.sizes if self.shares or place < STEPS else self.validation[place - STEPS][1]
             return Draws(drawn[place], sum(sizes[:rank]) / sum(sizes), sum(sizes[: rank + 1]) / sum(sizes))
 
-        ranks = len(self.sizes)
-        launch(rank, ranks, port)
         place = None if self.shares else rank
-        loader = samples.loader(self.sizes, place, STEPS)
-        options = {"strategy": self.make_strategy(), "devices": ranks, "plugins": [LightningEnvironment()]}
-        options["use_distributed_sampler"] = False
         validation = [own.loader(sizes, place, 1) for own, sizes in self.validation]
-        return fit(module, loader, precision, validation, make_draws=make_draws, **options)
+        options = {"strategy": self.make_strategy(), "devices": len(self.sizes), "plugins": [LightningEnvironment()]}
+        loader = samples.loader(self.sizes, place, STEPS)
+        return fit(module, loader, validation, make_draws=make_draws, precision=precision, **options)
+
+
+def trace_alone(
+    module: LightningModule, samples: Samples, sizes: Sequence[int], precision: Any, communicates: bool, part: int
+) -> Outcome:
+    """Trace the first step of one process on a part of the samples; of one rank if the step communicates."""
+    options: dict[str, Any] = {}
+    if communicates:
+        os.environ.update(launch_variables(1, port=0), LOCAL_RANK="0")
+        options = {"strategy": "ddp", "plugins": [LightningEnvironment()]}
+    return fit(module, samples.loader(sizes, part, 1), stops=True, devices=1, precision=precision, **options)
 
 
 def fit(
     module: LightningModule,
     loader: Any,
-    precision: Any,
     validation: Sequence[Any] = (),
+    *,
+    traces: bool = True,
     stops: bool = False,
+    callbacks: Sequence[Callback] = (),
     make_draws: Callable[[int], Draws] = lambda place: Draws(),
     **options: Any,
 ) -> Outcome:
     """Train in this process without dropout, and validate; if it `stops`, only trace the first step."""
     seed_everything(0, verbose=False)
     switch_dropout_off(module)
-    watch = _Watch(stops, make_draws)
-    options |= {"limit_val_batches": 1.0} if validation else {}
-    trainer = quiet_trainer(callbacks=[watch], precision=precision, **options)
+    watch = _Watch(traces, stops, make_draws)
+    options = {"limit_val_batches": 1.0 if validation else 0, "use_distributed_sampler": False, **options}
+    trainer = quiet_trainer(callbacks=[watch, *callbacks], **options)
     with NoDropout(), suppress(Stopped):
         # A step without `dataloader_idx` is for a single loader.
         trainer.fit(module, loader, validation if len(validation) > 1 else next(iter(validation), None))
-    tensors = {f"`{name}`": one.detach().cpu() for name, one in module.state_dict().items() if isinstance(one, Tensor)}
-    for number, optimizer in enumerate(trainer.optimizers):
-        for index, state in enumerate(optimizer.state.values()):
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"`{key}` of parameter {index} of optimizer {number}"] = value.detach().cpu()
-    logged = {key: float(value) for key, value in trainer.callback_metrics.items() if value.numel() == 1}
-    rates = [float(group.get("lr", 0.0)) for one in trainer.optimizers for group in one.param_groups]
-    return Outcome(
-        tensors, watch.gradients, logged, rates, watch.lines, watch.monitored, watch.traces,
-        [one.taken for one in watch.draws], all(one.is_matched for one in watch.draws),
-    )  # fmt: skip
-
-
-def launch(rank: int, ranks: int, port: int) -> None:
-    """Set the variables of Lightning's launcher."""
-    values = {"MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "NODE_RANK": 0}
-    os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")
-
-
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    watch.found.logged = logged_numbers(trainer)
+    watch.found.rates = [float(group.get("lr", 0.0)) for one in trainer.optimizers for group in one.param_groups]
+    return watch.found

@@ -11,7 +11,6 @@ from lightning_ddp_ext._lightning import LightningDataModule, LightningModule, i
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.errors import BatchSplitError, ImpossibleError, describe_error
 from lightning_ddp_ext.resume.rng_state import drawing_alike
-from lightning_ddp_ext.verification.report import Check
 
 MOST = 12  # samples of a batch that is checked
 _LEAST = 4
@@ -20,20 +19,15 @@ _LEAST = 4
 class Samples:
     """Some samples of a loader: batches of any of them are made as the loader makes its own.
 
-    Args:
-        loader: The loader; a loader that does not collate samples, or any other iterable, gives one finished batch.
-        module: Its `scatter_batch`, if it has one, cuts a finished batch that cannot be cut otherwise.
-
-    Attributes:
-        is_stream: Whether the loader reads an `IterableDataset`.
-        length: How many samples its dataset has; None if that is unknown.
+    A loader that does not collate samples, or any other iterable, gives one finished batch, which the `scatter_batch`
+    of the module cuts if it has one.
     """
 
     def __init__(self, loader: Any, module: Any) -> None:
         self._scatter = getattr(module, "scatter_batch", None)
         dataset = getattr(loader, "dataset", None)
         self.is_stream = isinstance(dataset, IterableDataset)
-        self.length = None if self.is_stream else sized_len(dataset)
+        self.length = None if self.is_stream else sized_len(dataset)  # of the dataset, if that is known
         self._collate: Any = None
         self._batch: Any = None
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
@@ -119,13 +113,13 @@ def _take(loader: Any) -> list[Any]:
     return list(dataset.__getitems__(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
 
 
-def draw_samples(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
+def draw_samples(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], str | None]:
     """Return samples of the training loader, the same each time, and what `_draw_validation` returns."""
     with drawing_alike(0, data):
         return _draw(module, data)
 
 
-def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], list[Check]]:
+def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], str | None]:
     hooks = data if isinstance(data, LightningDataModule) else module
     try:
         if isinstance(data, LightningDataModule):
@@ -144,13 +138,12 @@ def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], l
     return samples, *_draw_validation(module, hooks)
 
 
-def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples], list[Check]]:
-    """Return samples of the validation loaders, or a note on why there are none."""
+def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples], str | None]:
+    """Return samples of the validation loaders, and the reason if they cannot be read."""
     if not (is_overridden("val_dataloader", hooks) and is_overridden("validation_step", module)):
-        return [], []
+        return [], None
     try:
         loaders = hooks.val_dataloader()
-        return [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])], []
+        return [Samples(one, module) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])], None
     except Exception as error:
-        reason = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
-        return [], [Check("validation", "note", f"not compared: {reason}", compared=False)]
+        return [], str(error) if isinstance(error, ImpossibleError) else describe_error(error)

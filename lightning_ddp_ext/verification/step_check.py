@@ -2,135 +2,271 @@
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_ddp_ext._compat.torch import STRUCTURE
+from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer
+from lightning_ddp_ext.batches.label_counts import TokenCount
+from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.errors import ImpossibleError
-from lightning_ddp_ext.verification.differences import FINER, Culprit, Differences
-from lightning_ddp_ext.verification.draws import Draws
-from lightning_ddp_ext.verification.gradient_fit import GradientFit
-from lightning_ddp_ext.verification.operations import Line, Recording
-from lightning_ddp_ext.verification.relations import Relation
-from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
-from lightning_ddp_ext.verification.states import find_states
+from lightning_ddp_ext.verification.operations import Line, Recording, is_own_file
+from lightning_ddp_ext.verification.relations import FINER, Culprit, Differences, Weights, fit_weights
+from lightning_ddp_ext.verification.replay import BatchReplay, Gradients, ReplayedStep, find_batch_norms
+from lightning_ddp_ext.verification.report import Check, join_names
+from lightning_ddp_ext.verification.runs import Stopped, quiet_trainer, relative_difference
+from lightning_ddp_ext.verification.samples import Samples
 
+NAME = "gradient of a batch"
 _LEAST = 1e-6  # relative difference of gradients that is reported
+_MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class StepFinding:
-    """What the parts of a batch say about a training step.
+class GradientFit:
+    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch.
 
     Attributes:
-        weight_by: The `weight_by` whose mean or sum of the parts' gradients is the gradient of the batch; None if none
-            is: then a function has to return what `divided_at` says, or `culprit` is the reason.
-        divided_at: Line that computes what the mean of the loss divides by, or that adds up samples.
-        weights: The weights of the parts' gradients, if any fit.
-        culprit: The first operation at which samples influence each other.
-        batch_norms: Names of the layers of batch normalisation, which is left out: it used its running statistics.
-        difference: Of the gradients, relative to the norm of the gradient of the batch.
-        tolerance: Largest relative difference that rounding explains.
-        parameter: The parameter whose gradient differs most.
-        states: Attributes that keep something of the batch for the next step, and the lines that set them.
-        draws: What draws random numbers that the parts of a batch and ranks cannot repeat; empty if nothing does.
+        fitted: The weights with the least difference; None if they are not unique, or fit any gradient.
     """
 
-    weight_by: str | None
-    divided_at: Line | None
-    weights: tuple[float, ...] | None
-    culprit: Culprit | None
-    batch_norms: tuple[str, ...]
-    difference: float
-    tolerance: float
-    parameter: str
-    states: list[tuple[str, Line | None]]
-    draws: str
+    def __init__(self, whole: Gradients, parts: Sequence[Gradients]) -> None:
+        self._names, self._numbers = [name for name, _ in whole], [len(one) for _, one in whole]
+        self._whole = torch.cat([one for _, one in whole])
+        self._parts = torch.stack([torch.cat([one for _, one in part]) for part in parts], dim=1)
+        used = int(((self._parts != 0).any(1) | (self._whole != 0)).sum())
+        is_finite = self._parts.isfinite().all() and self._whole.isfinite().all()
+        self.fitted = fit_weights(self._parts, self._whole) if used > len(parts) and is_finite else None
+
+    def difference(self, weights: Sequence[float]) -> float:
+        """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
+        return relative_difference(self._sum(weights), self._whole)
+
+    def worst(self, weights: Sequence[float]) -> tuple[str, float]:
+        """Return the parameter with the largest part of the difference, and its relative difference."""
+        pairs = zip(*(torch.split(vector, self._numbers) for vector in (self._sum(weights), self._whole)), strict=True)
+        by_name = dict(zip(self._names, pairs, strict=True))
+        name = max(by_name, key=lambda name: float((by_name[name][0] - by_name[name][1]).norm()))
+        return name, relative_difference(*by_name[name])
+
+    def _sum(self, weights: Sequence[float]) -> Tensor:
+        return self._parts @ torch.tensor(weights, dtype=torch.float64)
 
 
-def check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> StepFinding:
+@dataclass(slots=True)
+class FirstStep:
+    """What the parts of a batch say about the first training step."""
+
+    weight_by: str | None  # of a strategy that has the gradient of one process; None if there is none
+    tolerance: float  # largest relative difference that rounding explains
+    draws: str  # what draws random numbers that the parts and ranks cannot repeat; empty if nothing does
+    states: list[tuple[str, Line | None]]  # attributes that keep something for the next step, and who sets them
+    checks: list[Check] = field(default_factory=list)
+
+
+def check_first_step(module: LightningModule, samples: Samples, precision: Any) -> FirstStep:
+    """Check the first step of a run of one process."""
+    callback = _FirstStepCallback(samples)
+    trainer = quiet_trainer(callbacks=[callback], precision=precision, devices=1)
+    with suppress(Stopped):
+        trainer.fit(module, samples.loader(samples.sizes(), None, 1))
+    if callback.found is None:
+        raise ImpossibleError("training ended before its first step")
+    return callback.found
+
+
+class _FirstStepCallback(Callback):
+    """Checks the first training step, and ends the run."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.found: FirstStep | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        replay = BatchReplay(trainer, pl_module, batch, batch_idx)
+        assert replay.batch is not None
+        sizes = self._samples.sizes()
+        with replay.training_unaffected():
+            self.found = _check_step(replay, *self._samples.cut(sizes), sizes)
+        raise Stopped
+
+
+def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> FirstStep:
     """Compare the step on a batch with the step on its parts, of `sizes` samples. Batches are before their transfer."""
     run = partial(replay.run, transferred=False, normalizes=False)
     of_whole = run(whole, record=Recording)
     if not any(one.any() for _, one in of_whole.gradients):
         raise ImpossibleError("the gradient of the first batch is zero, so that there is nothing to compare")
-    recording = of_whole.recording
-    assert recording is not None
-    taken, of_parts, draws = recording.draws.taken, [], []
+    assert of_whole.recording is not None
+    taken, of_parts = of_whole.recording.taken, []
     bounds = [sum(sizes[:place]) / sum(sizes) for place in range(len(sizes) + 1)]
-    for part, share in zip(parts, pairwise(bounds), strict=True):
-        draws.append(Draws(taken, *share))
-        of_parts.append(run(part, record=partial(Recording, draws=draws[-1])))
-    if not all(one.is_matched for one in draws):
+    for part, (begin, end) in zip(parts, pairwise(bounds), strict=True):
+        of_parts.append(run(part, record=partial(Recording, whole=taken, begin=begin, end=end)))
+    if not all(one.recording is not None and one.recording.is_matched for one in of_parts):
         replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
     elif replay.foreign_draws:
         random.seed(1)
         numpy.random.seed(1)
-        again = run(whole, record=partial(Recording, draws=Draws(taken)))
+        again = run(whole, record=partial(Recording, whole=taken))
         if GradientFit(of_whole.gradients, [again.gradients]).difference([1.0]) <= replay.tolerance:
             replay.foreign_draws = ""  # which have no influence
-    running = {operation.module.partition(" ")[0] for operation in recording.operations}
+    states = _find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
+    found = FirstStep(None, _LEAST, replay.foreign_draws, states)
+    if any(len(part.gradients) != len(of_whole.gradients) for part in of_parts):
+        meaning, remedy = "the number of optimizer steps depends on the samples", "take equally many for all batches"
+        _add_culprit(found, Culprit(None, meaning, remedy))
+    else:
+        _compare(found, of_whole, of_parts, sizes, _count_tokens(parts), replay.tolerance)
+    running = {operation.module.partition(" ")[0] for operation in of_whole.operations}
     names = {id(part): name for name, part in replay.module.named_modules()}
-    batch_norms = [name for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
-    states = find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
-    return _find(replay, of_whole, of_parts, sizes, tuple(batch_norms), states)
+    batch_norms = [f"`{name}`" for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
+    if batch_norms:
+        text = f"each device normalises its own samples: {join_names(batch_norms)}"
+        remedy = "`sync_batchnorm=True` normalises those of all devices"
+        found.checks.append(Check("batch normalisation", "note", text, remedy=remedy))
+    return found
 
 
-def _find(
-    replay: BatchReplay,
+def _count_tokens(parts: Sequence[Any]) -> Sequence[float]:
+    try:
+        return [TokenCount()(part) for part in parts]
+    except (TypeError, ValueError):
+        return ()
+
+
+def _compare(
+    found: FirstStep,
     whole: ReplayedStep,
     parts: Sequence[ReplayedStep],
     sizes: Sequence[int],
-    batch_norms: tuple[str, ...],
-    states: list[tuple[str, Line | None]],
-) -> StepFinding:
-    if any(len(part.gradients) != len(whole.gradients) for part in parts):
-        steps = Culprit(
-            None, "the number of optimizer steps depends on the samples", "take equally many steps for all batches"
-        )
-        return StepFinding(None, None, None, steps, batch_norms, math.inf, _LEAST, "", states, replay.foreign_draws)
+    tokens: Sequence[float],
+    tolerance: float,
+) -> None:
+    """Add what the gradients of the parts say about the gradient of the batch."""
     fit = GradientFit(whole.gradients, [part.gradients for part in parts])
     by_samples = tuple(size / sum(sizes) for size in sizes)
     differences = Differences(whole, parts, sizes)
-    known: dict[str, tuple[float, ...]] = {"samples": by_samples, "sum": (1.0,) * len(sizes)}
-    tolerance = max(replay.tolerance, min(differences.precision**0.5, 0.01), _LEAST)
-    weight_by, divided_at, culprit = None, None, None
-    fitted: tuple[float, ...] | None = None
-    for name, weights in known.items():
-        if fit.difference(weights) <= tolerance:
-            weight_by, fitted = name, weights
-            divided_at = differences.find_first(Relation("sum")) if name == "sum" else None
-            break
+    found.tolerance = tolerance = max(tolerance, min(differences.precision**0.5, 0.01), _LEAST)
+
+    def fits(weights: Weights | None) -> bool:
+        return weights is not None and fit.difference(weights) <= tolerance
+
+    if fits(by_samples):
+        found.weight_by = "samples"
+        text = f"the mean of its parts by samples, up to {fit.difference(by_samples):.0e}"
+        found.checks.append(Check(NAME, "ok", text))
+        return
+    if fits((1.0,) * len(sizes)):
+        found.weight_by, line = "sum", differences.find_first("sum")
+        text = "the sum of its parts: the loss is a sum, of which `ddp` takes the mean"
+        found.checks.append(Check(NAME, "finding", text, str(line or ""), 'set `weight_by="sum"`'))
+        return
+    weights, divided_at = next((one for one in differences.origin.items() if fits(one[0])), (None, None))
+    if weights is None and fits(fit.fitted) and min(fit.fitted or ()) >= 0:
+        weights = fit.fitted if math.isclose(sum(fit.fitted or ()), 1, rel_tol=tolerance) else None
+        if weights is not None:
+            divided_at = Differences(whole, parts, sizes, known=weights).find_first("mean", weights)
+    if divided_at is not None:
+        shares = [count / (sum(tokens) or 1.0) for count in tokens]
+        if shares and all(abs(one - other) < 1e-6 for one, other in zip(shares, weights or (), strict=True)):
+            found.weight_by = "tokens"
+        value = "to a function that returns this number" if found.weight_by is None else ""
+        remedy = f"set `weight_by` {value}" if value else 'set `weight_by="tokens"`'
+        text = "a mean over something other than samples: this line has what it divides by"
+        found.checks.append(Check(NAME, "finding", text, str(divided_at), remedy))
+    elif found.draws:
+        text = f"not compared with its parts: {found.draws}"
+        found.checks.append(Check(NAME, "note", text, compared=False))
     else:
-        for weights, line in differences.origin.items():
-            if fit.difference(weights) <= tolerance:
-                divided_at, fitted = line, weights
-                break
-        else:
-            if fit.fitted is not None and min(fit.fitted) >= 0 and math.isclose(sum(fit.fitted), 1, rel_tol=tolerance):
-                fitted = tuple(fit.fitted) if fit.difference(fit.fitted) <= tolerance else None
-            divided_at = (
-                None
-                if fitted is None
-                else Differences(whole, parts, sizes, known=fitted).find_first(Relation("mean", fitted))
-            )
-        if divided_at is None:
-            finer = (Differences(whole, parts, sizes, rounding) for rounding in FINER)
-            culprit = next(filter(None, (one.find() for one in chain([differences], finer))), None)
-    difference = fit.difference(by_samples)
-    return StepFinding(
-        weight_by,
-        divided_at,
-        fitted,
-        culprit,
-        batch_norms,
-        difference,
-        tolerance,
-        fit.worst(by_samples)[0],
-        states,
-        replay.foreign_draws,
-    )
+        finer = (Differences(whole, parts, sizes, rounding) for rounding in FINER)
+        culprit = next(filter(None, (one.find() for one in (differences, *finer))), None)
+        hidden = f"most in `{fit.worst(by_samples)[0]}`, in code that hides operations, or hardly above rounding"
+        _add_culprit(found, culprit or Culprit(None, hidden))
+
+
+def _add_culprit(found: FirstStep, culprit: Culprit) -> None:
+    text = f"does not follow from its parts: {culprit.meaning}"
+    found.checks.append(Check(NAME, "finding", text, str(culprit.line or ""), culprit.remedy))
+
+
+# ---------------------------------------------------------------- attributes that keep something for the next step
+
+_Place = tuple[str, str]  # name of a module, and of its attribute
+
+
+def _find_states(
+    run: Callable[..., ReplayedStep], whole: ReplayedStep, part: ReplayedStep, tolerance: float
+) -> list[tuple[str, Line | None]]:
+    """Return the attributes that depend on the batch and change the gradient of the next step, and who sets them.
+
+    `run` runs the step on the whole batch again, on a module that `prepare` changes before.
+    """
+    after, of_part = dict(_attributes(whole.module)), dict(_attributes(part.module))
+    changed = [place for place, value in after.items() if _text(value) != _text(of_part.get(place))]
+
+    def run_after(places: Sequence[_Place]) -> ReplayedStep:
+        def prepare(module: nn.Module) -> None:
+            for (name, key), value in ((place, after[place]) for place in places):
+                own = value.detach().clone() if isinstance(value, Tensor) else value
+                setattr(module.get_submodule(name), key, own.copy() if hasattr(own, "copy") else own)
+
+        return run(prepare=prepare)
+
+    found = []
+    try:
+        following = run_after(changed).gradients if changed else []
+        for place in changed:
+            without = run_after([one for one in changed if one != place]).gradients
+            if GradientFit(following, [without]).difference([1.0]) > tolerance:
+                found.append((".".join(filter(None, place)), _find_setter(run, place)))
+    except ImpossibleError:  # a step that cannot run again
+        return []
+    return found
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
+    for name, part in module.named_modules():
+        yield from (((name, key), value) for key, value in vars(part).items() if key not in STRUCTURE)
+
+
+def _text(value: Any) -> str:
+    return value_to_text([*value] if isinstance(value, deque) else value)
+
+
+def _find_setter(run: Callable[..., ReplayedStep], place: _Place) -> Line | None:
+    """Return the first line after which an attribute has another value."""
+    last: Line | None = None
+    is_changed = False
+    own: dict[str, Any] = {}
+    before = ""
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal last, is_changed
+        if is_changed or not is_own_file(frame.f_code.co_filename):
+            return None
+        is_changed = _text(own.get(place[1], _MISSING)) != before
+        last = last if is_changed else Line(frame.f_code.co_filename, frame.f_lineno)
+        return trace
+
+    def prepare(module: nn.Module) -> None:
+        nonlocal own, before
+        own = vars(module.get_submodule(place[0]))
+        before = _text(own.get(place[1], _MISSING))
+        sys.settrace(trace)
+
+    try:
+        run(prepare=prepare)
+    finally:
+        sys.settrace(None)
+    return last if is_changed else None

@@ -2,43 +2,37 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lightning_ddp_ext._lightning import (
-    DDPStrategy,
-    LightningEnvironment,
-    LightningModule,
-)
+from lightning_ddp_ext._lightning import DDPStrategy, LightningModule
 from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-from lightning_ddp_ext.verification.first_step import FirstStep, check_first_step, check_gradient
-from lightning_ddp_ext.verification.logged_values import check_logged
-from lightning_ddp_ext.verification.processes import TooLateError, run_forked
-from lightning_ddp_ext.verification.report import Check, Report, join_names, show_line
+from lightning_ddp_ext.verification.processes import FailedError, TooLateError, run_forked
+from lightning_ddp_ext.verification.report import Check, Report, join_names
 from lightning_ddp_ext.verification.runs import (
     STEPS,
     Outcome,
     Run,
+    compare_steps,
     draw_indices,
-    find_difference,
     fit,
-    free_port,
-    launch,
+    relative_difference,
+    trace_alone,
 )
 from lightning_ddp_ext.verification.samples import Samples, draw_samples
+from lightning_ddp_ext.verification.step_check import FirstStep, check_first_step
 
 Progress = Callable[[str], None]
 _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and beside that of the first
+_LOGGED = 1e-6  # difference of logged values that is rounding
 _LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and beside those of a run of one process
 _EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
 _PER_RANK = "`ddp` takes the mean over ranks: divide by the mean of the ranks' numbers, not by their sum"
+_SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
 _PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
 
 
@@ -69,19 +63,14 @@ def verify(
     return Report(checks, verifier.use(), time.monotonic() - started)
 
 
-def _trace_alone(
-    module: LightningModule, samples: Samples, sizes: Sequence[int], part: int, precision: Any, communicates: bool
-) -> Outcome:
-    """Trace the first step of one process on a part of the samples; of one rank if the step communicates."""
-    options: dict[str, Any] = {}
-    if communicates:
-        launch(0, 1, free_port())
-        options = {"strategy": "ddp", "plugins": [LightningEnvironment()], "use_distributed_sampler": False}
-    return fit(module, samples.loader(sizes, part, 1), precision, stops=True, devices=1, **options)
+def _incomparable(name: str, reason: str, remedy: str = "") -> Check:
+    return Check(name, "note", f"not compared: {reason}", remedy=remedy, compared=False)
 
 
 class _Verifier:
     """The checks of a module on some samples."""
+
+    _step: FirstStep
 
     def __init__(
         self,
@@ -89,39 +78,29 @@ class _Verifier:
         data: Any,
         samples: Samples,
         validation: list[Samples],
-        notes: list[Check],
+        problem: str | None,
         deadline: float,
         progress: Progress,
     ) -> None:
-        self._data, self._validation, self._notes = data, validation, notes
+        self._data, self._validation = data, validation
         self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
+        self._notes = [] if problem is None else [_incomparable("validation", problem)]
         self._limit = math.inf  # seconds of a run
         self._precision = _PRECISIONS[0]
-        self._step: FirstStep | None = None
         self._weight_by: str | None = None
         self._communicates = False  # the step does
         self._ddp = "ddp"  # the name of the strategy that trains the module
         self._is_divided = False  # a stream that gives each rank samples of its own
-        self.equal: list[str] = []  # strategies that train as one process
+        self._equal: list[str] = []  # strategies that train as one process
 
-    def _fork(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        return run_forked(functions, min(self._deadline, time.monotonic() + self._limit))
+    def _fork(self, functions: Sequence[Callable[[], Any]], are_ranks: bool = False) -> list[Any]:
+        return run_forked(functions, min(self._deadline, time.monotonic() + self._limit), are_ranks)
 
     def run(self) -> list[Check]:
         """Run all checks."""
         self._progress("one step on a batch and on its parts")
-        for precision in _PRECISIONS:
-            self._precision = precision
-            try:
-                (self._step,) = self._fork([partial(check_first_step, self._module, self._samples, precision)])
-                break
-            except ImpossibleError:
-                if precision == _PRECISIONS[-1]:
-                    raise
-        assert self._step is not None
-        self._weight_by = self._step.weight_by
-        checks = [*check_gradient(self._step), *self._check_samples(), *self._check_validation_samples()]
-        checks += self._notes
+        self._check_step()
+        checks = [*self._step.checks, *self._check_samples(), *self._check_validation_samples(), *self._notes]
         self._progress("two steps in one process")
         started = time.monotonic()
         try:
@@ -130,8 +109,7 @@ class _Verifier:
             if not self._validation:
                 raise
             self._validation = []
-            text = f"not compared: with it, training ends with an error: {error}"
-            checks.append(Check("validation", "note", text, compared=False))
+            checks.append(_incomparable("validation", f"with it, training ends with an error: {error}"))
             (alone,) = self._fork([self._train_alone])
         self._limit = max(_LEAST_LIMIT, _SLOWER * (time.monotonic() - started))
         for name, run in self._runs():
@@ -145,40 +123,45 @@ class _Verifier:
                 break
         if self._gathers and checks[0].verdict == "finding":
             # Such as a contrastive loss over features that ranks gather.
-            checks[0] = replace(
-                checks[0], verdict="ok", remedy="", text=f"{checks[0].text}; `{self._ddp}` trains as one process"
-            )
+            text = f"{checks[0].text}; `{self._ddp}` trains as one process"
+            checks[0] = replace(checks[0], verdict="ok", remedy="", text=text)
         elif checks[0].verdict == "finding" and any(check.remedy == _PER_RANK for check in checks):
             checks[0] = replace(checks[0], remedy=_PER_RANK)
         return checks
 
+    def _check_step(self) -> None:
+        for self._precision in _PRECISIONS:
+            try:
+                (self._step,) = self._fork([partial(check_first_step, self._module, self._samples, self._precision)])
+                break
+            except ImpossibleError:
+                if self._precision == _PRECISIONS[-1]:
+                    raise
+        self._weight_by = self._step.weight_by
+
     def _train_alone(self) -> Outcome:
         loader = self._samples.loader(self._samples.sizes(), None, STEPS)
         validation = [one.loader(one.sizes(), None, 1) for one in self._validation]
-        return fit(self._module, loader, self._precision, validation, devices=1)
+        return fit(self._module, loader, validation, devices=1, precision=self._precision)
 
     def _check_samples(self) -> Iterable[Check]:
         """Compare what the samplers of two ranks give."""
         self._progress("the samples of two ranks")
-        draw = partial(draw_indices, self._module, self._data, ranks=2)
-        for replaces in (True, False):  # Lightning refuses to replace some samplers
-            port = free_port()
+        draw = partial(draw_indices, self._module, self._data, 2)
+        try:
+            found = self._fork([partial(draw, replaces=True)] * 2, are_ranks=True)
+        except ImpossibleError:  # Lightning refuses to replace some samplers
             try:
-                found = self._fork([partial(draw, rank, port=port, replaces=replaces) for rank in (0, 1)])
-                break
+                found = self._fork([partial(draw, replaces=False)] * 2, are_ranks=True)
             except ImpossibleError as error:
-                problem = str(error)
-        else:
-            yield Check("samples of ranks", "note", f"not compared: {problem}", compared=False)
-            return
-        (one, line), (other, _) = found
-        ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches in (one, other))
+                yield _incomparable("samples of ranks", str(error))
+                return
+        ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches, _ in found)
         self._is_divided = self._samples.is_stream and not ours & theirs
         if len(ours & theirs) > 1:  # one may fill up the last batch
-            yield Check(
-                "samples of ranks", "finding", f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples",
-                show_line(line), "let each rank have other samples, such as every second one, or use `balanced_ddp`",
-            )  # fmt: skip
+            text = f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples"
+            remedy = "let each rank have other samples, such as every second one, or use `balanced_ddp`"
+            yield Check("samples of ranks", "finding", text, str(found[0][1] or ""), remedy)
 
     def _check_validation_samples(self) -> Iterable[Check]:
         for number, one in enumerate(self._validation):
@@ -203,7 +186,6 @@ class _Verifier:
             yield name, Run(make, parts, shares, validation)
 
     def _check_run(self, strategy: str, run: Run, alone: Outcome) -> Iterable[Check]:
-        assert self._step is not None
         name = f"`{strategy}` on {len(run.sizes)} ranks"
         try:
             outcomes = self._train(strategy, run, alone)
@@ -211,94 +193,103 @@ class _Verifier:
         except TooLateError as error:
             if time.monotonic() >= self._deadline and not error.communicates:
                 self._weight_by = None
-                text, remedy = "not compared: the time limit is over", "give more time with `limit`"
-                yield Check(name, "note", text, remedy=remedy, compared=False)
+                yield _incomparable(name, "the time limit is over", "give more time with `limit`")
                 return
-            place, line = next(iter(error.waiting.items()))
-            text = f"training does not end: rank {place} waits for others that have gone on"
-            yield Check(
-                "step of a rank", "finding", text, show_line(line), "let all ranks make the same collective calls"
-            )
-            yield Check(name, "note", "not compared: training does not end", compared=False)
+            text = f"training does not end: rank {error.place} waits for others that have gone on"
+            remedy = "let all ranks make the same collective calls"
+            yield Check("step of a rank", "finding", text, str(error.line or ""), remedy)
+            yield _incomparable(name, "training does not end")
             return
-        except ImpossibleError as error:
-            yield Check(name, "finding", f"training ends with an error: {error}")
+        except FailedError as error:
+            text = f"training ends with an error: {error}"
+            yield Check(name, "finding", text, str(error.line or ""), error.remedy)
             return
-        first, *others = outcomes
-        self._communicates |= first.communicates
-        different = [key for key in first.tensors if any(not _same(first.tensors, one.tensors, key) for one in others)]
-        differences = [_relative(*both) for both in zip(first.gradients, alone.gradients, strict=False)]
-        if len(first.gradients) != len(alone.gradients):
-            differences.append(math.inf)
-        allowed = [self._step.finding.tolerance, max([_LEAST, *(_GROWTH * one for one in differences[:1])])]
-        wrong = next((step for step, one in enumerate(differences) if not one <= allowed[min(step, 1)]), None)
-        unmatched = self._step.finding.draws
-        if not unmatched and not all(one.is_matched for one in outcomes):
-            unmatched = "ranks draw other random numbers than one process"
-        if not run.shares and not (first.communicates and wrong is None):
+        self._communicates |= outcomes[0].communicates
+        wrong = self._find_wrong_step(outcomes[0], alone)
+        if not run.shares and not (outcomes[0].communicates and wrong is None):
             yield from self._check_ranks(outcomes, run.sizes)
-        factor = first.gradients[0] * len(run.sizes)
-        is_divided = first.communicates and _relative(factor, alone.gradients[0]) <= allowed[0]
-        if different:
-            remedy = "compute them from values that all ranks share"
-            yield Check(name, "finding", f"ranks end with different values of {join_names(different)}", remedy=remedy)
-        elif wrong is None:
-            self.equal.append(strategy)
-            yield Check(name, "ok", "ranks are identical, and train as one process")
-        elif first.rates != alone.rates and wrong > 0:
+        yield self._compare(name, strategy, outcomes, alone, wrong)
+        is_equal = strategy in self._equal and not self._unmatched(outcomes)
+        yield from _check_logged(outcomes, run, alone if is_equal else None)
+
+    def _unmatched(self, outcomes: Sequence[Outcome]) -> str:
+        """Return why random numbers of ranks are not those of one process; empty if they are."""
+        is_matched = all(one.is_matched for one in outcomes)
+        return self._step.draws or ("" if is_matched else "ranks draw other random numbers than one process")
+
+    def _find_wrong_step(self, own: Outcome, alone: Outcome) -> tuple[int, float] | None:
+        """Return the first optimizer step with another gradient than in one process, and the relative difference."""
+        found = [relative_difference(*both) for both in zip(own.gradients, alone.gradients, strict=False)]
+        if len(own.gradients) != len(alone.gradients):
+            found.append(math.inf)
+        allowed = [self._step.tolerance, max([_LEAST, *(_GROWTH * one for one in found[:1])])]
+        return next(((step, one) for step, one in enumerate(found) if not one <= allowed[min(step, 1)]), None)
+
+    def _compare(
+        self,
+        name: str,
+        strategy: str,
+        outcomes: Sequence[Outcome],
+        alone: Outcome,
+        wrong: tuple[int, float] | None,
+    ) -> Check:
+        """Compare ranks with each other, and with one process."""
+        first, unmatched = outcomes[0], self._unmatched(outcomes)
+        if first.difference is not None:
+            remedy = "compute it from values that all ranks share"
+            return Check(name, "finding", f"ranks end with different values: {first.difference}", remedy=remedy)
+        if wrong is None:
+            self._equal.append(strategy)
+            return Check(name, "ok", "ranks are identical, and train as one process")
+        step, difference = wrong
+        if first.rates != alone.rates and step > 0:
             pairs = zip(first.rates, alone.rates, strict=True)
             one, other = next(both for both in pairs if both[0] != both[1])
             text = f"ranks are identical, with a learning rate of {one:g}; in one process it is {other:g}"
-            yield Check(name, "note", text, compared=False)
-        elif is_divided:
+            return Check(name, "note", text, compared=False)
+        whole = first.gradients[0] * len(outcomes)
+        if first.communicates and relative_difference(whole, alone.gradients[0]) <= self._step.tolerance:
             text = "the gradient is the one of one process, divided by the number of ranks"
-            yield Check(name, "finding", text, remedy=_PER_RANK)
-        elif unmatched:
-            yield Check(
-                name, "note", f"ranks are identical; not compared with one process: {unmatched}", compared=False
-            )
-        elif strategy == "ddp" and self._weight_by != "samples":
-            text = "ranks are identical; not compared with one process, for the reason above"
-            yield Check(name, "note", text, compared=False)
-        else:
-            text = f"the gradient of step {wrong + 1} differs by {differences[wrong]:.1e} from one process"
-            states = self._step.finding.states if wrong else []
-            if states:
-                text += f": each rank keeps its own {join_names([f'`{state}`' for state, _ in states])}"
-            remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks" if states else ""
-            yield Check(name, "finding", text, show_line(states[0][1]) if states else "", remedy)
-        yield from check_logged(outcomes, run, alone if strategy in self.equal and not unmatched else None)
+            return Check(name, "finding", text, remedy=_PER_RANK)
+        if not unmatched and strategy == "ddp" and self._weight_by != "samples":
+            unmatched = "its gradient is no mean over samples, see above"
+        if unmatched:
+            text = f"ranks are identical; not compared with one process: {unmatched}"
+            return Check(name, "note", text, compared=False)
+        text = f"the gradient of step {step + 1} differs by {difference:.1e} from one process"
+        states = self._step.states
+        if not step or not states:
+            return Check(name, "finding", text)
+        text += f": each rank keeps its own {join_names([f'`{state}`' for state, _ in states])}"
+        remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks"
+        return Check(name, "finding", text, str(states[0][1] or ""), remedy)
 
     def _train(self, strategy: str, run: Run, alone: Outcome) -> list[Outcome]:
         """Return the outcomes of a run; if plain `ddp` refuses a module, of `ddp` that permits unused parameters."""
-        train = partial(run.ranks, self._module, self._samples, self._precision, alone.draws)
+        given = self._module, self._samples, self._precision, alone.draws
         try:
-            return self._fork(train())
-        except TooLateError:
-            raise
-        except ImpossibleError:
+            return self._fork(run.ranks(*given), are_ranks=True)
+        except FailedError:
             if strategy != "ddp":
                 raise
-            permitting = partial(DDPStrategy, find_unused_parameters=True)
-            outcomes = self._fork(replace(run, make_strategy=permitting).ranks(*train.args))
+            permitting = replace(run, make_strategy=partial(DDPStrategy, find_unused_parameters=True))
+            outcomes = self._fork(permitting.ranks(*given), are_ranks=True)
             self._ddp = "ddp_find_unused_parameters_true"
             return outcomes
 
     def _check_ranks(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Iterable[Check]:
         """Compare the step of each rank with the step of one process on the same samples."""
-        assert self._step is not None
         communicates = outcomes[0].communicates
-        trace = partial(_trace_alone, self._module, self._samples, sizes)
-        alone = self._fork([partial(trace, rank, self._precision, communicates) for rank in range(len(sizes))])
+        trace = partial(trace_alone, self._module, self._samples, sizes, self._precision, communicates)
+        alone = self._fork([partial(trace, rank) for rank in range(len(sizes))])
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
-            found = find_difference(own, other)
-            if found is not None and found.is_outside and self._step.finding.draws:
-                continue  # as noise of each sample that numpy has drawn
-            if found is not None:
+            found = compare_steps(own, other)
+            # Noise of each sample that numpy has drawn comes from outside.
+            if found is not None and not (found.is_outside and self._step.draws):
                 yield Check(
                     "step of a rank", "finding",
                     f"rank {rank} of {len(sizes)} computes something else than one process on the same samples",
-                    show_line(found.line), "leave out what depends on ranks, their number, or random numbers of a rank",
+                    str(found.line or ""), "leave out what depends on ranks, their number, or random numbers of a rank",
                 )  # fmt: skip
                 return
 
@@ -311,7 +302,7 @@ class _Verifier:
     @property
     def _gathers(self) -> bool:
         """Whether ranks exchange what a step needs, so that `ddp` trains as one process."""
-        return self._communicates and "ddp" in self.equal
+        return self._communicates and "ddp" in self._equal
 
     def use(self) -> str:
         """Return the arguments of the Trainer to use."""
@@ -328,10 +319,45 @@ def _flat(batch: Any) -> Iterable[Any]:
     return (one for index in batch for one in _flat(index)) if isinstance(batch, list | tuple) else [batch]
 
 
-def _relative(one: Tensor, other: Tensor) -> float:
-    """Return the norm of a difference, relative to the norm of the other vector."""
-    return float((one - other).norm() / other.norm().clamp(min=torch.finfo(other.dtype).tiny))
+def _check_logged(outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) -> Iterator[Check]:
+    """Compare the logged values of ranks, and the ones that all ranks share with one process, if it trains alike."""
+    lines, monitored = outcomes[0].lines, outcomes[0].monitored
+    expected = {} if alone is None else alone.logged
+    own, changed, partly = [], [], []
+    for key in {key: None for one in outcomes for key in one.logged}:
+        finding = partial(Check, f"logged `{key}`", "finding", where=str(_line_of(lines, key) or ""))
+        values = [one.logged[key] for one in outcomes if key in one.logged]
+        is_partial = len(values) < len(outcomes)
+        if len({*values}) == 1 and not is_partial:
+            reference = expected.get(key, values[0])
+            if math.isclose(values[0], reference, rel_tol=_LOGGED, abs_tol=_LOGGED):
+                continue
+            changed.append(key)
+            text = f"it is monitored, and is {values[0]:.4g} on ranks, but {reference:.4g} in one process"
+            remedy = _SUMS
+        elif run.shares:  # the run of `ddp` has shown it
+            continue
+        elif is_partial:
+            partly.append(key)
+            text, remedy = "it is monitored, but only some ranks log it", "log it on all ranks"
+        else:
+            own.append(key)
+            shown = ", ".join(f"{value:.4g}" for value in values)
+            text, remedy = f"it is monitored, and each rank has its own value: {shown}", "log it with `sync_dist=True`"
+        if key in monitored:
+            yield finding(text=text, remedy=remedy)
+    for keys, text, remedy in (
+        (partly, "only some ranks log {}", "log them on all ranks if anything is to monitor them"),
+        (own, "each rank has its own {}; the logger writes those of rank 0", "log them with `sync_dist=True`"),
+        (changed, "{} differ from one process", _SUMS),
+    ):
+        keys = [key for key in keys if key not in monitored]
+        if keys:
+            text = text.format(join_names([f"`{key}`" for key in keys]))
+            yield Check("logged values", "note", text, str(_line_of(lines, keys[0]) or ""), remedy)
 
 
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], key: str) -> bool:
-    return key in other and torch.equal(one[key], other[key])
+def _line_of(lines: Mapping[str, Any], key: str) -> Any:
+    """Return the line that logs a key, which may end with what Lightning appends."""
+    return next((line for name, line in lines.items() if key in (name, f"{name}_step", f"{name}_epoch")
+                 or key.startswith(f"{name}/dataloader_idx")), None)  # fmt: skip
