@@ -322,4 +322,5 @@ def _record(
     """Return the record of parts with these weights and numbers of samples."""
     difference, (name, most) = fit.difference(weights), fit.worst(weights)
     remedy = None if difference <= step.tolerance else _find_remedy(fit, sizes, weight_by, step)
-    return GradientRecord(batch, difference, name, most, step.tolerance, weights, fit.fitted, remedy)
+    fitted = None if fit.fitted is None else [*fit.fitted]
+    return GradientRecord(batch, difference, name, most, step.tolerance, weights, fitted, remedy)

@@ -3,7 +3,6 @@
 Each rank runs every trial in a child process, so that it can report trials that hang or crash.
 """
 
-import contextlib
 import copy
 import json
 import os
@@ -12,12 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,19 +36,16 @@ from lightning_ddp_ext._lightning import (
 )
 from lightning_ddp_ext.clusters.launchers import PREFIXES
 from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
-from lightning_ddp_ext.consistency import find_difference
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+from lightning_ddp_ext.verification.runs import fit, relative_difference
 
-LIMIT = 60.0  # seconds of a trial, from the end of the imports on all ranks
-_IMPORT_LIMIT = 180.0  # seconds in which the process of a trial has to import torch and Lightning
-_ANSWER_LIMIT = max(LIMIT, _IMPORT_LIMIT) + 30.0  # seconds in which ranks have to answer
-_PORTS = 5  # that a trial tries
-_CONNECT_LIMIT = 30.0  # seconds in which ranks have to find each other
+_CONNECT_LIMIT = 180.0  # seconds in which ranks have to import torch and Lightning, and find each other
+LIMIT = _CONNECT_LIMIT + 60.0  # seconds of a trial
 _STEPS, _FEWER_STEPS = 4, 2  # of rank 0 and of ranks with less data
 _KILLED_IN = 1  # step
 _FEATURES = 6
@@ -60,6 +53,7 @@ _STALL = 10.0  # seconds
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _LAST_LINES = 12  # of a process that failed
 _NATIVE_LINE = re.compile(r"(\[rank\d+\]: )?\s*($|frame #\d+: |Exception raised from )")  # empty, or of a C++ stack
+_RESULT = "result of the trial: "
 Batch = tuple[Tensor, Tensor]
 
 
@@ -82,14 +76,6 @@ class TrialRank:
         if isinstance(self.devices, int):
             return torch.device(self.accelerator)
         return torch.device(self.accelerator, self.devices[self.local_rank])
-
-    def variables(self, address: str, port: int) -> dict[str, str]:
-        """Return the variables in which torchrun gives a process its rank."""
-        values = {
-            "RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank,
-            "GROUP_RANK": self.rank * self.num_nodes // self.world_size, "MASTER_ADDR": address, "MASTER_PORT": port,
-        }  # fmt: skip
-        return {name: str(value) for name, value in values.items()}
 
 
 class Model(LightningModule):
@@ -118,21 +104,6 @@ class Model(LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class _Comparison(Callback):
-    """Compares ranks bit by bit when training ends, while they can communicate."""
-
-    difference: str | None = None
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if dist.is_initialized():
-            tensors = {f"`{name}`": value for name, value in pl_module.state_dict().items()}
-            for index, state in enumerate(trainer.optimizers[0].state.values()):
-                tensors[f"the momentum of parameter {index}"] = state["momentum_buffer"]
-            found = find_difference(tensors)
-            self.difference = None if found is None else found.text
 
 
 class _Death(Callback):
@@ -191,7 +162,12 @@ def _train(own: TrialRank, trial: Trial) -> str:
     """Train on this rank; return what is wrong, or "" if all ranks are equal to each other and to one process."""
     dtype = widest_float(own.device)
     batches = whole_batches = _whole_batches(own.world_size, trial.is_uneven, dtype)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"traces": False, "accelerator": own.accelerator, "limit_val_batches": 0}
+    options["precision"] = "64-true" if dtype == torch.float64 else "32-true"
+    seed_everything(0, verbose=False)
+    model = Model()
+    alone = copy.deepcopy(model)
+    fit(alone, _loader(whole_batches), devices=_only(own.device), **options)
     if trial.kind is None:
         strategy: Any = BalancedDataParallelStrategy(split=[1, 2], parallel_devices=[own.device, own.device])
     else:
@@ -201,33 +177,28 @@ def _train(own: TrialRank, trial: Trial) -> str:
             timeout=_CONNECT_LIMIT,
             stall_timeout=_STALL,
         )
-        options = {"num_nodes": own.num_nodes, "plugins": [TorchElasticEnvironment()]}
+        options |= {"num_nodes": own.num_nodes, "plugins": [TorchElasticEnvironment()]}
         if trial.kind is not BalancedDDPStrategy:  # which divides the whole batches itself
             batches = _batches(own.rank, trial.is_uneven, dtype)
-    comparison = _Comparison()
-    trainer = Trainer(
-        strategy=strategy, accelerator=own.accelerator, devices=own.devices,
-        callbacks=[comparison, _Death()] if trial.kills else [comparison],
-        precision="64-true" if dtype == torch.float64 else "32-true", max_epochs=1, use_distributed_sampler=False,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-    seed_everything(0, verbose=False)
-    model = Model()
-    alone = copy.deepcopy(model).to(own.device, dtype)
-    samples = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
-    indices = torch.split(torch.arange(len(samples)), [len(batch[0]) for batch in batches])
-    trainer.fit(model, DataLoader(samples, batch_sampler=[one.tolist() for one in indices]))
-    optimizer = alone.configure_optimizers()
-    for features, targets in whole_batches:
-        optimizer.zero_grad()
-        alone.training_step((features.to(own.device), targets.to(own.device)), 0).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    options["callbacks"] = [_Death()] if trial.kills else []
+    ended = fit(model, _loader(batches), strategy=strategy, devices=own.devices, **options)
     found, wanted = (nn.utils.parameters_to_vector(one.state_dict().values()).cpu() for one in (model, alone))
-    difference = float((found - wanted).norm() / wanted.norm())
-    problems = [] if comparison.difference is None else [comparison.difference]
+    difference = relative_difference(found, wanted)
+    problems = [] if ended.difference is None else [ended.difference]
     if not difference < _TOLERANCES[dtype]:
         problems.append(f"parameters and buffers differ by {difference:.0e} from the result of one process")
     return "; ".join(problems)
+
+
+def _loader(batches: list[Batch]) -> DataLoader[Any]:
+    indices = torch.split(torch.arange(sum(len(one) for one, _ in batches)), [len(one) for one, _ in batches])
+    samples = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
+    return DataLoader(samples, batch_sampler=[one.tolist() for one in indices])
+
+
+def _only(device: torch.device) -> int | list[int]:
+    """Return a device as the Trainer takes it."""
+    return 1 if device.index is None else [device.index]
 
 
 def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> Iterator[tuple[str, str, str]]:
@@ -245,20 +216,18 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
         backend=connection.backend,
         network_interface=connection.network_interface,
     )
-    group = own_group(timedelta(seconds=_ANSWER_LIMIT))
+    group = own_group(timedelta(seconds=LIMIT + 30))
     last = own.world_size - 1
     for trial in _TRIALS:
         if trial.kills and not last:
             continue
         problems = []
+        store: Any = None
         try:
-            for _ in range(_PORTS):
-                port = broadcast_object(_free_port() if own.rank == 0 else None, group, 0)
-                variables = own.variables(environment.main_address, port)
-                ended = gather_objects(_run_process(own, trial, variables, group), group)
-                # Another program can take the free port before rank 0 of the trial listens on it.
-                if not any(re.search(f"RendezvousError: port {port} .* in use", output) for _, output in ended):
-                    break
+            if own.rank == 0:  # as torchrun's agent does, on a port that no other program can take before
+                store = dist.TCPStore(environment.main_address, 0, is_master=True, wait_for_workers=False)
+            port = broadcast_object(None if store is None else store.port, group, 0)
+            ended = gather_objects(_run_process(own, trial, environment.main_address, port), group)
         except RuntimeError:  # of the backend
             ended = []
             problems.append(
@@ -275,11 +244,6 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
         yield trial.name, trial.success, "\n".join(problems)
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as one:
-        return int(one.getsockname()[1])
-
-
 def _load(own: TrialRank) -> str:
     """Return a sentence if this node has more to do than its own trial, otherwise ""."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -289,42 +253,35 @@ def _load(own: TrialRank) -> str:
     )
 
 
-def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str], group: dist.ProcessGroup) -> tuple[str, str]:
+def _run_process(own: TrialRank, trial: Trial, address: str, port: int) -> tuple[str, str]:
     """Run a trial in a child process; return its problem, or "", and its output."""
+    values = {
+        "RANK": own.rank, "WORLD_SIZE": own.world_size, "LOCAL_RANK": own.local_rank,
+        "GROUP_RANK": own.rank * own.num_nodes // own.world_size, "MASTER_ADDR": address, "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
-        found = Path(folder) / "found"
-        program = f"from {__name__} import run_trial; run_trial()"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, json.dumps(asdict(own)), trial.name, str(found)],
-            stdin=subprocess.PIPE, stdout=output, stderr=output, env={**environ, **variables},
-            start_new_session=True,
+    environ |= {name: str(value) for name, value in values.items()}
+    program = f"from {__name__} import run_trial; run_trial()"
+    command = [sys.executable, "-c", program, json.dumps(asdict(own)), trial.name]
+    try:
+        run = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ,
+            timeout=LIMIT,
         )  # fmt: skip
-        try:
-            deadline = time.monotonic() + _IMPORT_LIMIT
-            while process.poll() is None and not found.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            gather_objects(None, group)  # ranks of a busy node import for different times, which have no part in LIMIT
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=LIMIT)  # ends the input of the process, so that the trial begins
-        finally:
-            code = process.poll()
-            if code is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        output.seek(0)
-        said = output.read()
-        if code == 0:
-            return found.read_text(), said
-        lines = "\n".join([line for line in said.splitlines() if not _NATIVE_LINE.match(line)][-_LAST_LINES:])
-        why = f"it was still running after {LIMIT:g} s" if code is None else f"it ended with exit code {code}"
-        return f"{why}.{_load(own)} Its last lines:\n{lines}", said
+        output, code, why = run.stdout, run.returncode, f"it ended with exit code {run.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, code, why = error.stdout or b"", None, f"it was still running after {LIMIT:g} s"
+    said = output.decode(errors="replace")
+    found = re.search(f"^{_RESULT}(.*)$", said, re.MULTILINE)
+    if found and code == 0:
+        return found[1], said
+    lines = "\n".join([line for line in said.splitlines() if not _NATIVE_LINE.match(line)][-_LAST_LINES:])
+    return f"{why}.{_load(own)} Its last lines:\n{lines}", said
 
 
 def run_trial() -> None:
-    """Run the trial of the command line when standard input ends, and write its problem to a file."""
-    own, name, found = sys.argv[1:]
-    Path(found).touch()  # all imports are done
-    sys.stdin.read()
+    """Run the trial of the command line, and print its problem."""
+    own, name = sys.argv[1:]
     (trial,) = (one for one in _TRIALS if one.name == name)
-    Path(found).write_text(_train(TrialRank(**json.loads(own)), trial))
+    print(f"\n{_RESULT}{_train(TrialRank(**json.loads(own)), trial)}")

@@ -94,7 +94,7 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
         while len(results) + len(failures) < len(pipes):
             ended = {*results, *(one.place for one in failures)}
             open_ = {pipe: place for place, pipe in enumerate(pipes) if place not in ended}
-            ready: list[Any] = wait(open_, timeout=max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]
+            ready: list[Any] = wait(open_, timeout=max(0.0, deadline - time.monotonic()))
             if not ready and failures:
                 break
             if not ready:

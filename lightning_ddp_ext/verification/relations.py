@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ddp_ext.verification.operations import Line, Operation
 from lightning_ddp_ext.verification.replay import ReplayedStep
 
-# Of a result: `"same"` on all; `"rows"` are those of the parts together; their `"sum"`, or a weighted `"mean"`; `"none"`
+# Of a result: `"same"` on all; `"rows"`, those of the parts together; their `"sum"`, or a weighted `"mean"`; `"none"`
 # of these; `"unknown"` if no number says.
 Kind = Literal["same", "rows", "sum", "mean", "none", "unknown"]
 Weights = tuple[float, ...]
@@ -64,7 +64,7 @@ class Differences:
         # What does not depend on the batch, such as the angles of positions, has the same rounding in parts.
         results = (one for operation in self._operations if operation.is_of_batch for one in operation.results)
         self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
-        self._tolerance = self.precision**rounding
+        self._tolerance: float = self.precision**rounding
         # Weights of means, by what they are divided by, and the lines that have these numbers.
         self._origin: dict[Weights, Line | None] = {}
         self._known = [tuple(size / sum(sizes) for size in sizes), *([] if known is None else [known])]
@@ -223,7 +223,7 @@ class Differences:
         # Rows in another order have the same projections, as of packed sequences or of time-major features.
         rows = [one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (whole, together)]
         direction = torch.linspace(1.0, 2.0, rows[0].shape[1], dtype=whole.dtype, device=whole.device)
-        return self._are_close(*((row @ direction).sort().values for row in rows))
+        return self._are_close(*[(row @ direction).sort().values for row in rows])
 
 
 def fit_weights(parts: Tensor, whole: Tensor) -> Weights | None:

@@ -126,7 +126,7 @@ class _Watch(Callback):
         self.found.draws.append(self._draws.taken)
         self.found.is_matched &= self._draws.is_matched
 
-    on_train_batch_end = on_validation_batch_end
+    on_train_batch_end = on_validation_batch_end  # type: ignore[assignment]  # any arguments
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -124,8 +124,8 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     states = _find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
     found = FirstStep(None, _LEAST, replay.foreign_draws, states)
     if any(len(part.gradients) != len(of_whole.gradients) for part in of_parts):
-        meaning, remedy = "the number of optimizer steps depends on the samples", "take equally many for all batches"
-        _add_culprit(found, Culprit(None, meaning, remedy))
+        meaning = "the number of optimizer steps depends on the samples"
+        _add_culprit(found, Culprit(None, meaning, "take equally many steps for all batches"))
     else:
         _compare(found, of_whole, of_parts, sizes, _count_tokens(parts), replay.tolerance)
     running = {operation.module.partition(" ")[0] for operation in of_whole.operations}

@@ -28,7 +28,7 @@ from lightning_ddp_ext import (
 from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
-from lightning_ddp_ext.verification.gradient_fit import GradientFit
+from lightning_ddp_ext.verification.step_check import GradientFit
 from tests.support.processes import run_processes
 from tests.support.training import CLASSES, FEATURES, quiet_trainer
 

@@ -33,7 +33,7 @@ def test_a_division_by_a_number_of_all_ranks_has_its_own_remedy():
 @pytest.mark.parametrize("bug", published.WITHOUT_A_LINE)
 def test_ranks_that_do_not_synchronise_are_found(bug):
     report, _ = findings_of(bug())
-    assert "ranks end with different values of `first.weight`" in str(report.findings)
+    assert "ranks end with different values: parameter `first.weight`" in str(report.findings)
     assert report.use == ""
 
 

@@ -1,13 +1,17 @@
 """`verify` names the line at which several devices train something else than one, and no line of healthy modules."""
 
+import inspect
 import os
 import random
+import signal
+import socket
 import time
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.cli import verify as cli
@@ -15,10 +19,9 @@ from lightning_ddp_ext.verification import (
     Check,
     ImpossibleError,
     Report,
-    differences,
-    draws,
     operations,
     processes,
+    relations,
     samples,
     verify,
 )
@@ -48,7 +51,7 @@ def test_the_line_of_a_backward_pass_is_named():
 
 
 def test_without_the_comparison_of_operations_no_line_is_named(monkeypatch):
-    monkeypatch.setattr(differences.Differences, "_relate", lambda *_: None)
+    monkeypatch.setattr(relations.Differences, "_relate", lambda *_: None)
     for defect in (modules.centred, modules.hardest):
         _, findings = found(Module(defect))
         assert findings[GRADIENT].where == ""
@@ -81,7 +84,7 @@ def test_a_step_that_draws_random_numbers_of_each_sample_is_compared_on_ranks(mo
     assert found(modules.Sampling())[0].unproved == []
     _, findings = found(modules.Sampling(modules.centred))
     assert line_of(modules.centred) in findings[GRADIENT].where
-    monkeypatch.setattr(draws.Draws, "_rows", lambda *_: None)
+    monkeypatch.setattr(operations.Draws, "_rows", lambda *_: None)
     report, findings = found(modules.Sampling())
     assert findings == {}
     assert {GRADIENT, "`ddp` on 2 ranks"} <= {*report.unproved}
@@ -194,12 +197,73 @@ def lose_connection():
     raise RuntimeError("connection closed by peer")
 
 
-def test_the_error_that_was_raised_first_is_shown():
-    for functions in ([fail_late, lose_connection], [lose_connection, fail_late]):
-        with pytest.raises(ImpossibleError, match="no such box"):
-            processes.run_forked(functions, time.monotonic() + 20)
-    with pytest.raises(ImpossibleError, match="connection closed"):
-        processes.run_forked([lose_connection, lambda: None], time.monotonic() + 20)
+def fail_earlier():
+    error = KeyError("first")
+    vars(error)[processes._RAISED] = time.monotonic() - 5
+    time.sleep(0.6)
+    raise error
+
+
+def abort():
+    """End as gloo ends the process of a rank whose peer has ended."""
+    os.write(2, b"terminate called after throwing an instance of 'gloo::IoException': Connection closed by peer")
+    os.abort()
+
+
+def leave():
+    time.sleep(0.3)
+    os._exit(3)
+
+
+def kill_itself():
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("functions", "error", "line"),
+    [
+        ([fail_late, lose_connection], "rank 0 fails first: ValueError: no such box", fail_late),
+        ([lose_connection, fail_late], "rank 1 fails first: ValueError: no such box", fail_late),
+        ([fail_late, fail_earlier], "rank 1 fails first: KeyError: 'first'", fail_earlier),
+        ([abort, fail_late], "rank 1 fails first: ValueError: no such box", fail_late),
+        ([abort, leave], "rank 1 fails first: its process ended with exit code 3", None),
+        ([lose_connection, kill_itself], "rank 1 fails first: its process ended with SIGKILL", None),
+        ([lose_connection, int], "rank 0 loses its connection to other ranks in a collective call", lose_connection),
+    ],
+)
+def test_the_rank_that_failed_first_and_its_error_are_named(functions, error, line):
+    with pytest.raises(processes.FailedError) as caught:
+        processes.run_forked(functions, time.monotonic() + 30)
+    assert str(caught.value) == error
+    lines, start = inspect.getsourcelines(line) if line else ([], 0)
+    raised = [start + place for place, text in enumerate(lines) if "raise" in text]
+    assert [caught.value.line and caught.value.line.number] == (raised or [None])
+
+
+def gather_unequal():
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1000 + rank))
+
+
+@pytest.mark.slow
+def test_tensors_of_different_sizes_are_an_error_with_a_remedy():
+    with pytest.raises(processes.FailedError, match="another size") as caught:
+        processes.run_forked([gather_unequal] * 2, time.monotonic() + 60, are_ranks=True)
+    assert str(caught.value.line).endswith("  dist.all_reduce(torch.ones(1000 + rank))")
+    assert "tensors of the same shape" in caught.value.remedy
+
+
+def connect():
+    names = ("LOCAL_RANK", "WORLD_SIZE")
+    with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+        return [os.environ[name] for name in names]
+
+
+def test_the_port_of_ranks_is_open_before_they_start():
+    found = processes.run_forked([connect] * 2, time.monotonic() + 20, are_ranks=True)
+    assert found == [["0", "2"], ["1", "2"]]
 
 
 def sleep_until_killed():
@@ -209,11 +273,10 @@ def sleep_until_killed():
 def test_lines_of_the_program_that_calls_verify_are_not_shown():
     with pytest.raises(processes.TooLateError) as caught:
         processes.run_forked([sleep_until_killed], time.monotonic() + 2)
-    (line,) = caught.value.waiting.values()
-    assert line.text == "time.sleep(60)"
+    assert str(caught.value.line).endswith("  time.sleep(60)")
     with pytest.raises(processes.TooLateError) as caught:
         processes.run_forked([partial(time.sleep, 60)], time.monotonic() + 2)
-    assert [*caught.value.waiting.values()] == [None]
+    assert caught.value.line is None
 
 
 def test_the_calling_line_stands_beside_a_line_of_installed_code(monkeypatch):
