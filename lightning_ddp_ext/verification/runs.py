@@ -28,7 +28,7 @@ from lightning_ddp_ext._lightning import (
 from lightning_ddp_ext._output import logged_numbers
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.consistency import find_difference, name_training_state, value_to_text
-from lightning_ddp_ext.verification.operations import GROUPS, Drawn, Draws, Line, Recording, find_lines
+from lightning_ddp_ext.verification.operations import GROUPS, Drawn, Draws, Line, Recording, find_lines, is_own_file
 from lightning_ddp_ext.verification.processes import launch_variables, note_time
 from lightning_ddp_ext.verification.replay import (
     BatchReplay,
@@ -211,7 +211,8 @@ def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool)
         drawn = [*islice(sampler, _MOST_BATCHES)]
         source = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
     code = getattr(type(source).__iter__, "__code__", None)
-    return drawn, code and Line(code.co_filename, code.co_firstlineno)
+    is_own = code is not None and is_own_file(code.co_filename)
+    return drawn, Line(code.co_filename, code.co_firstlineno) if is_own else None
 
 
 class _Draw(Callback):

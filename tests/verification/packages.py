@@ -78,12 +78,9 @@ def collate(samples):
     return inputs, torch.tensor(labels), torch.tensor(targets)
 
 
-class Batches(DataLoader):
-    """Batches of 12 samples, of which parts are graphs or tensors."""
-
-    def __init__(self, make, **options):
-        options = {"batch_size": 12, **options} if "batch_sampler" not in options else options
-        super().__init__(Samples(make), collate_fn=collate, **options)
+def make_loader(make, repeats=False):
+    options = {"batch_sampler": Repeating()} if repeats else {"batch_size": 12}
+    return DataLoader(Samples(make), collate_fn=collate, **options)
 
 
 class Repeating(Sampler):
@@ -395,8 +392,7 @@ def line_of(defect):
 
 def build(make, sample, defect):
     module = Wrapped(make, defect)
-    options = {"batch_sampler": Repeating()} if defect == "repeating" else {}
-    data = Batches(sample, **options)
+    data = make_loader(sample, repeats=defect == "repeating")
     with torch.no_grad():
         module.head(module.encoder(next(iter(data))[0]))  # sizes of the head
     return module, data
