@@ -4,6 +4,7 @@ Each rank runs every trial in a child process, so that it can report trials that
 """
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -57,27 +58,6 @@ _RESULT = "result of the trial: "
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class TrialRank:
-    """A rank of a trial: its place, its devices, and how it finds the others."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    num_nodes: int
-    accelerator: str
-    devices: int | list[int]  # of its node, as the Trainer takes them
-    backend: str | None
-    network_interface: str | None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        if isinstance(self.devices, int):
-            return torch.device(self.accelerator)
-        return torch.device(self.accelerator, self.devices[self.local_rank])
-
-
 class Model(LightningModule):
     """A network with recomputed activations, and a buffer that the forward pass changes."""
 
@@ -115,22 +95,14 @@ class _Death(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _batches(rank: int, is_uneven: bool, dtype: torch.dtype) -> list[Batch]:
-    """Return the batches of a rank, whose sizes differ from rank to rank and from step to step."""
-    generator = torch.Generator().manual_seed(rank)
-    sizes = [1 + (rank + step) % 3 for step in range(_FEWER_STEPS if is_uneven and rank else _STEPS)]
-
-    def draw(size: int, width: int) -> Tensor:
-        return torch.randn(size, width, generator=generator).to(dtype)
-
-    return [(draw(size, _FEATURES), draw(size, 1)) for size in sizes]
-
-
-def _whole_batches(world_size: int, is_uneven: bool, dtype: torch.dtype) -> list[Batch]:
-    """Return the batches of all ranks, concatenated for each step."""
-    by_rank = [_batches(rank, is_uneven, dtype) for rank in range(world_size)]
-    steps = [[batches[step] for batches in by_rank if step < len(batches)] for step in range(_STEPS)]
-    return [(torch.cat([one for one, _ in step]), torch.cat([other for _, other in step])) for step in steps]
+def _draw_batches(ranks: int, is_uneven: bool) -> list[list[list[int]]]:
+    """Return the samples of each rank in each step, whose number differs from rank to rank and from step to step."""
+    samples = itertools.count()
+    ends = [_FEWER_STEPS if is_uneven and rank else _STEPS for rank in range(ranks)]
+    return [
+        [[*itertools.islice(samples, 1 + (rank + step) % 3)] for rank in range(ranks) if step < ends[rank]]
+        for step in range(_STEPS)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,30 +130,31 @@ _TRIALS = (
 )
 
 
-def _train(own: TrialRank, trial: Trial) -> str:
+def _train(trial: Trial, devices: Any, num_nodes: int, accelerator: str, **connection: Any) -> str:
     """Train on this rank; return what is wrong, or "" if all ranks are equal to each other and to one process."""
-    dtype = widest_float(own.device)
-    batches = whole_batches = _whole_batches(own.world_size, trial.is_uneven, dtype)
-    options: dict[str, Any] = {"traces": False, "accelerator": own.accelerator, "limit_val_batches": 0}
+    rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    device = torch.device(accelerator if isinstance(devices, int) else f"{accelerator}:{devices[local_rank]}")
+    dtype = widest_float(device)
+    options: dict[str, Any] = {"traces": False, "accelerator": accelerator}
     options["precision"] = "64-true" if dtype == torch.float64 else "32-true"
+    steps = _draw_batches(ranks, trial.is_uneven)
+    batches = whole_batches = [[*itertools.chain(*step)] for step in steps]
     seed_everything(0, verbose=False)
     model = Model()
+    features, targets = torch.randn(2, sum(map(len, batches)), _FEATURES, dtype=dtype)
+    samples = TensorDataset(features, targets[:, :1])
     alone = copy.deepcopy(model)
-    fit(alone, _loader(whole_batches), devices=_only(own.device), **options)
+    one = 1 if device.index is None else [device.index]
+    fit(alone, DataLoader(samples, batch_sampler=whole_batches), devices=one, **options)
     if trial.kind is None:
-        strategy: Any = BalancedDataParallelStrategy(split=[1, 2], parallel_devices=[own.device, own.device])
+        strategy: Any = BalancedDataParallelStrategy(split=[1, 2], parallel_devices=[device, device])
     else:
-        strategy = trial.kind(
-            process_group_backend=own.backend,
-            network_interface=own.network_interface,
-            timeout=_CONNECT_LIMIT,
-            stall_timeout=_STALL,
-        )
-        options |= {"num_nodes": own.num_nodes, "plugins": [TorchElasticEnvironment()]}
+        strategy = trial.kind(timeout=_CONNECT_LIMIT, stall_timeout=_STALL, **connection)
+        options |= {"num_nodes": num_nodes, "plugins": [TorchElasticEnvironment()]}
         if trial.kind is not BalancedDDPStrategy:  # which divides the whole batches itself
-            batches = _batches(own.rank, trial.is_uneven, dtype)
-    options["callbacks"] = [_Death()] if trial.kills else []
-    ended = fit(model, _loader(batches), strategy=strategy, devices=own.devices, **options)
+            batches = [step[rank] for step in steps if rank < len(step)]
+    options |= {"callbacks": [_Death()] if trial.kills else [], "strategy": strategy, "devices": devices}
+    ended = fit(model, DataLoader(samples, batch_sampler=batches), **options)
     found, wanted = (nn.utils.parameters_to_vector(one.state_dict().values()).cpu() for one in (model, alone))
     difference = relative_difference(found, wanted)
     problems = [] if ended.difference is None else [ended.difference]
@@ -190,49 +163,37 @@ def _train(own: TrialRank, trial: Trial) -> str:
     return "; ".join(problems)
 
 
-def _loader(batches: list[Batch]) -> DataLoader[Any]:
-    indices = torch.split(torch.arange(sum(len(one) for one, _ in batches)), [len(one) for one, _ in batches])
-    samples = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
-    return DataLoader(samples, batch_sampler=[one.tolist() for one in indices])
-
-
-def _only(device: torch.device) -> int | list[int]:
-    """Return a device as the Trainer takes it."""
-    return 1 if device.index is None else [device.index]
-
-
 def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> Iterator[tuple[str, str, str]]:
     """Run all trials on all ranks; yields for each its name, its result, and "" or the problem, alike on all ranks."""
     environment = strategy.cluster_environment
     assert environment is not None and strategy.parallel_devices is not None  # noqa: PT018  the Trainer gives both
-    kind = device_type_of(strategy)
-    own = TrialRank(
-        rank=environment.global_rank(),
-        world_size=environment.world_size(),
-        local_rank=environment.local_rank(),
-        num_nodes=strategy.num_nodes,
-        accelerator=kind,
-        devices=strategy.num_processes if kind == "cpu" else [device.index for device in strategy.parallel_devices],
-        backend=connection.backend,
-        network_interface=connection.network_interface,
-    )
-    group = own_group(timedelta(seconds=LIMIT + 30))
-    last = own.world_size - 1
+    own, ranks, kind = environment.global_rank(), environment.world_size(), device_type_of(strategy)
+    arguments = {
+        "devices": strategy.num_processes if kind == "cpu" else [device.index for device in strategy.parallel_devices],
+        "num_nodes": strategy.num_nodes, "accelerator": kind, "process_group_backend": connection.backend,
+        "network_interface": connection.network_interface,
+    }  # fmt: skip
+    variables = {
+        "RANK": own, "WORLD_SIZE": ranks, "LOCAL_RANK": environment.local_rank(),
+        "GROUP_RANK": own * strategy.num_nodes // ranks, "MASTER_ADDR": environment.main_address,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
+    group, last = own_group(timedelta(seconds=LIMIT + 30)), ranks - 1
     for trial in _TRIALS:
         if trial.kills and not last:
             continue
         problems = []
         store: Any = None
         try:
-            if own.rank == 0:  # as torchrun's agent does, on a port that no other program can take before
+            if own == 0:  # as torchrun's agent does, on a port that no other program can take before
                 store = dist.TCPStore(environment.main_address, 0, is_master=True, wait_for_workers=False)
-            port = broadcast_object(None if store is None else store.port, group, 0)
-            ended = gather_objects(_run_process(own, trial, environment.main_address, port), group)
+            variables["MASTER_PORT"] = broadcast_object(None if store is None else store.port, group, 0)
+            ended = gather_objects(_run_process(trial, arguments, variables), group)
         except RuntimeError:  # of the backend
             ended = []
             problems.append(
-                f"rank {own.rank}: the `doctor` of another rank has not answered. Look for a process that has ended or"
-                f" is stopped.{_load(own)}"
+                f"rank {own}: the `doctor` of another rank has not answered. Look for a process that has ended or is"
+                f" stopped.{_load()}"
             )
         for rank, (text, output) in enumerate(ended):
             if not trial.kills:
@@ -244,26 +205,21 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
         yield trial.name, trial.success, "\n".join(problems)
 
 
-def _load(own: TrialRank) -> str:
+def _load() -> str:
     """Return a sentence if this node has more to do than its own trial, otherwise ""."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= 2 * cores:
+        return ""
     found = f" Node {socket.gethostname()} is busy, with a load average of {load:.1f} on {cores} cores."
-    return (
-        f"{found} Repeat the self-test when the node is idle." if load > cores + own.world_size / own.num_nodes else ""
-    )
+    return f"{found} Repeat the self-test when the node is idle."
 
 
-def _run_process(own: TrialRank, trial: Trial, address: str, port: int) -> tuple[str, str]:
+def _run_process(trial: Trial, arguments: dict[str, Any], variables: dict[str, Any]) -> tuple[str, str]:
     """Run a trial in a child process; return its problem, or "", and its output."""
-    values = {
-        "RANK": own.rank, "WORLD_SIZE": own.world_size, "LOCAL_RANK": own.local_rank,
-        "GROUP_RANK": own.rank * own.num_nodes // own.world_size, "MASTER_ADDR": address, "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }  # fmt: skip
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-    environ |= {name: str(value) for name, value in values.items()}
+    environ |= {name: str(value) for name, value in variables.items()}
     program = f"from {__name__} import run_trial; run_trial()"
-    command = [sys.executable, "-c", program, json.dumps(asdict(own)), trial.name]
+    command = [sys.executable, "-c", program, json.dumps(arguments), trial.name]
     try:
         run = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ,
@@ -277,11 +233,11 @@ def _run_process(own: TrialRank, trial: Trial, address: str, port: int) -> tuple
     if found and code == 0:
         return found[1], said
     lines = "\n".join([line for line in said.splitlines() if not _NATIVE_LINE.match(line)][-_LAST_LINES:])
-    return f"{why}.{_load(own)} Its last lines:\n{lines}", said
+    return f"{why}.{_load()} Its last lines:\n{lines}", said
 
 
 def run_trial() -> None:
     """Run the trial of the command line, and print its problem."""
-    own, name = sys.argv[1:]
+    arguments, name = sys.argv[1:]
     (trial,) = (one for one in _TRIALS if one.name == name)
-    print(f"\n{_RESULT}{_train(TrialRank(**json.loads(own)), trial)}")
+    print(f"\n{_RESULT}{_train(trial, **json.loads(arguments))}")

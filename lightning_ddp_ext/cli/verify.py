@@ -60,7 +60,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", help="path of a LightningModule: its class, an object, or a function that returns it,"
                         " as in my_package.models:Model")  # fmt: skip
-    parser.add_argument("--data", help="path of a LightningDataModule or a DataLoader, likewise")
+    parser.add_argument("--data", metavar="PATH", help="path of a LightningDataModule or a DataLoader, likewise")
     parser.add_argument("--batch", metavar="FILE", help="a batch that `torch.save` has written, instead of --data")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which all ends (%(default)g)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -134,10 +134,10 @@ def _print(report: "Report") -> None:
     console.print(table)
     console.print(f"{report.seconds:.1f} s", highlight=False)
     count = f"{len(report.findings)} of {len(report.checks)} checks have found something, so that the exit code is 1"
-    for shown, text, style in (
+    for is_shown, line, style in (
         (report.findings, f"{count}: several devices train something else unless you follow the remedies.", ""),
         (report.use, f"Use Trainer({report.use}).", "bold"),
         (report.unproved, f"Not proved, for the reasons in the table: {', '.join(report.unproved)}.", ""),
     ):
-        if shown:
-            console.print(text, highlight=False, style=style)
+        if is_shown:
+            console.print(line, highlight=False, style=style)

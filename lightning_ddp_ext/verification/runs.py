@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._lightning import (
     Callback,
+    LambdaCallback,
     LightningDataModule,
     LightningEnvironment,
     LightningModule,
@@ -77,6 +78,11 @@ class Outcome:
 
 class Stopped(Exception):
     """Ends a run whose result is known."""
+
+
+def stop(*_: Any) -> None:
+    """End a run."""
+    raise Stopped
 
 
 class _Watch(Callback):
@@ -197,7 +203,7 @@ def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool)
     of what a stream gives.
     """
     own = {"devices": ranks, "plugins": [LightningEnvironment()], "use_distributed_sampler": replaces}
-    trainer = quiet_trainer(callbacks=[_Draw()], strategy="ddp", **own)
+    trainer = quiet_trainer(callbacks=[LambdaCallback(on_train_start=stop)], strategy="ddp", **own)
     with suppress(Stopped):
         trainer.fit(module, **{"datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders": data})
     loader: Any = trainer.train_dataloader
@@ -211,16 +217,7 @@ def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool)
         drawn = [*islice(sampler, _MOST_BATCHES)]
         source = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
     code = getattr(type(source).__iter__, "__code__", None)
-    is_own = code is not None and is_own_file(code.co_filename)
-    return drawn, Line(code.co_filename, code.co_firstlineno) if is_own else None
-
-
-class _Draw(Callback):
-    """Ends a run before its first step."""
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        raise Stopped
+    return drawn, Line(code.co_filename, code.co_firstlineno) if code and is_own_file(code.co_filename) else None
 
 
 def quiet_trainer(**options: Any) -> Trainer:

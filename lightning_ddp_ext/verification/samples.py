@@ -115,12 +115,12 @@ def _take(loader: Any) -> list[Any]:
 
 def draw_samples(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], str | None]:
     """Return samples of the training loader, the same each time, and what `_draw_validation` returns."""
-    with drawing_alike(0, data):
-        return _draw(module, data)
-
-
-def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], str | None]:
     hooks = data if isinstance(data, LightningDataModule) else module
+    with drawing_alike(0, data):
+        return _draw_training(module, data, hooks), *_draw_validation(module, hooks)
+
+
+def _draw_training(module: LightningModule, data: Any, hooks: Any) -> Samples:
     try:
         if isinstance(data, LightningDataModule):
             data.prepare_data()
@@ -130,12 +130,11 @@ def _draw(module: LightningModule, data: Any) -> tuple[Samples, list[Samples], s
             raise ImpossibleError(
                 "there are several training loaders. Give one loader, or a list of batches in a loader"
             )
-        samples = Samples(training, module)
+        return Samples(training, module)
     except ImpossibleError:
         raise
     except Exception as error:
         raise ImpossibleError(f"no batch could be made: {describe_error(error)}") from error
-    return samples, *_draw_validation(module, hooks)
 
 
 def _draw_validation(module: LightningModule, hooks: Any) -> tuple[list[Samples], str | None]:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import STRUCTURE
-from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer
+from lightning_ddp_ext._lightning import LambdaCallback, LightningModule, Trainer
 from lightning_ddp_ext.batches.label_counts import TokenCount
 from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.errors import ImpossibleError
@@ -76,30 +75,22 @@ class FirstStep:
 
 def check_first_step(module: LightningModule, samples: Samples, precision: Any) -> FirstStep:
     """Check the first step of a run of one process."""
-    callback = _FirstStepCallback(samples)
-    trainer = quiet_trainer(callbacks=[callback], precision=precision, devices=1)
-    with suppress(Stopped):
-        trainer.fit(module, samples.loader(samples.sizes(), None, 1))
-    if callback.found is None:
-        raise ImpossibleError("training ended before its first step")
-    return callback.found
+    found: list[FirstStep] = []
+    sizes = samples.sizes()
 
-
-class _FirstStepCallback(Callback):
-    """Checks the first training step, and ends the run."""
-
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-        self.found: FirstStep | None = None
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def check(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         replay = BatchReplay(trainer, pl_module, batch, batch_idx)
         assert replay.batch is not None
-        sizes = self._samples.sizes()
         with replay.training_unaffected():
-            self.found = _check_step(replay, *self._samples.cut(sizes), sizes)
+            found.append(_check_step(replay, *samples.cut(sizes), sizes))
         raise Stopped
+
+    callbacks = [LambdaCallback(on_train_batch_start=check)]
+    with suppress(Stopped):
+        quiet_trainer(callbacks=callbacks, precision=precision, devices=1).fit(module, samples.loader(sizes, None, 1))
+    if not found:
+        raise ImpossibleError("training ended before its first step")
+    return found[0]
 
 
 def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> FirstStep:

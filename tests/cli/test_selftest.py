@@ -24,7 +24,7 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
 
     class Stopping(selftest.Model):
         def training_step(self, batch, batch_idx):
-            if batch_idx == 1:
+            if batch_idx == 1 and torch.distributed.is_initialized():
                 os.kill(os.getpid(), signal.SIGSTOP)
             return super().training_step(batch, batch_idx)
 
@@ -64,10 +64,10 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
         selftest.LIMIT = -20
         run = selftest._run_process
 
-        def run_or_stop(own, *args):
-            if own.rank:
+        def run_or_stop(trial, arguments, variables):
+            if variables["RANK"]:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return run(own, *args)
+            return run(trial, arguments, variables)
 
         selftest._run_process = run_or_stop
 """
@@ -98,8 +98,8 @@ def test_a_rank_that_imports_for_longer_does_not_fail_a_trial(tmp_path):
 
 
 def test_the_port_of_a_trial_is_open_before_its_ranks_start(monkeypatch):
-    def run_process(own, trial, address, port):
-        socket.create_connection((address, port)).close()
+    def run_process(trial, arguments, variables):
+        socket.create_connection((variables["MASTER_ADDR"], variables["MASTER_PORT"])).close()
         return "", ""
 
     monkeypatch.setattr(trials, "_TRIALS", [trial for trial in trials._TRIALS if trial.name == "ddp_checkpoint"])
