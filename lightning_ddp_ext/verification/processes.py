@@ -30,6 +30,7 @@ _COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives
 # Texts of gloo and of stores in the errors of ranks whose peer has ended, and of ranks that get another tensor.
 _LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo")
 _UNEQUAL = re.compile(r"op\.preamble\.length|EnforceNotMet")
+_OF_RANKS = "one process does not end so: leave out what depends on ranks, or give ranks more memory if they are killed"
 _SAME_CALLS = "let all ranks make the same collective calls, with tensors of the same shape"
 _forking = get_context("fork")
 
@@ -135,7 +136,7 @@ def _explain(failures: Sequence[_Failure], number: int) -> FailedError:
     first = min(failures, key=lambda one: one[:3])
     rank = f"rank {first.place} fails first: " if number > 1 else ""
     if not first.is_lost:
-        return FailedError(f"{rank}{first.text}", first.line)
+        return FailedError(f"{rank}{first.text}", first.line, _OF_RANKS if number > 1 else "")
     unequal = [one for one in failures if _UNEQUAL.search(one.text)]
     if unequal:
         text = f"rank {unequal[0].place} gets a tensor of another size in a collective call than it gives"
@@ -193,7 +194,10 @@ def _run(
         message: Any = True, function()
     except Exception as error:
         traceback.print_exc()
-        frames = traceback.extract_tb(error.__traceback__)
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        frames = traceback.extract_tb(cause.__traceback__)
         own = [Line(one.filename, one.lineno or 0) for one in frames if is_own_file(one.filename)]
         text = str(error) if isinstance(error, ImpossibleError) else describe_error(error)
         is_lost = isinstance(error, OtherRankError | dist.DistError) or (

@@ -457,6 +457,15 @@ class Failing(Module):
         raise ValueError("no such file")
 
 
+class FailingOnOneRank(Module):
+    """Fails on rank 1 while other ranks wait for its gradients."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and dist.is_initialized():
+            raise ValueError("no such box")  # here
+        return super().training_step(batch, batch_idx)
+
+
 OF_RANKS = (
     DividedByRanks, SamplingDividedByRanks, GatheringALogDivided, GatheringALogOnOneRank, OnOneRank, Deciding, Scaling,
     Waiting, Monitored, Remembering, RememberingANumber, RememberingAList,

@@ -241,6 +241,15 @@ def test_the_rank_that_failed_first_and_its_error_are_named(functions, error, li
     assert [caught.value.line and caught.value.line.number] == (raised or [None])
 
 
+def test_a_rank_that_fails_is_a_finding_with_its_own_error_line_and_remedy():
+    _, findings = found(modules.FailingOnOneRank())
+    finding = findings["`ddp` on 2 ranks"]
+    assert "rank 1 fails first: " in finding.text
+    assert finding.text.endswith("ValueError: no such box")
+    assert line_of(modules.FailingOnOneRank) in finding.where
+    assert finding.remedy.startswith("one process does not end so")
+
+
 def gather_unequal():
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
