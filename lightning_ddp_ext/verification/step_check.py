@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,19 +33,19 @@ _MISSING = object()
 
 
 class GradientFit:
-    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch.
-
-    Attributes:
-        fitted: The weights with the least difference; None if they are not unique, or fit any gradient.
-    """
+    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch."""
 
     def __init__(self, whole: Gradients, parts: Sequence[Gradients]) -> None:
         self._names, self._numbers = [name for name, _ in whole], [len(one) for _, one in whole]
         self._whole = torch.cat([one for _, one in whole])
         self._parts = torch.stack([torch.cat([one for _, one in part]) for part in parts], dim=1)
+
+    @cached_property
+    def fitted(self) -> Weights | None:
+        """The weights with the least difference; None if they are not unique, or fit any gradient."""
         used = int(((self._parts != 0).any(1) | (self._whole != 0)).sum())
         is_finite = self._parts.isfinite().all() and self._whole.isfinite().all()
-        self.fitted = fit_weights(self._parts, self._whole) if used > len(parts) and is_finite else None
+        return fit_weights(self._parts, self._whole) if used > self._parts.shape[1] and is_finite else None
 
     def difference(self, weights: Sequence[float]) -> float:
         """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
