@@ -7,8 +7,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ class Recording(Draws):
     def __init__(self, module: nn.Module, batch: Iterable[Tensor], **options: Any) -> None:
         super().__init__(**options)
         self.operations: list[Operation] = []
-        self._is_backward = False
+        self.is_backward = False  # what runs now
         self._batch = {id(tensor) for tensor in batch}
         self._names = {id(part): f"{name} ({type(part).__name__})" for name, part in module.named_modules() if name}
         self._running: list[str] = []
@@ -157,15 +156,6 @@ class Recording(Draws):
         for hook in self._hooks:
             hook.remove()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run a backward pass in a block."""
-        self._is_backward = True
-        try:
-            yield
-        finally:
-            self._is_backward = False
-
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = _tensors([args, kwargs or {}])
@@ -184,7 +174,7 @@ class Recording(Draws):
                 name=name,
                 lines=find_lines(),
                 module=next(filter(None, reversed(self._running)), ""),
-                is_backward=self._is_backward,
+                is_backward=self.is_backward,
                 results=tuple(one.detach().clone() for one in results),
                 sources=frozenset(sources),
                 is_of_batch=not self._batch  # in objects of an unknown class

@@ -130,8 +130,11 @@ class BatchReplay:
                 def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
                     losses.append(loss)
                     self._loss_dtypes.add(loss.dtype)
-                    with nullcontext() if recording is None else recording.backward():
-                        module.backward(loss, *args, **kwargs)
+                    if recording is not None:
+                        recording.is_backward = True
+                    module.backward(loss, *args, **kwargs)
+                    if recording is not None:
+                        recording.is_backward = False
 
                 steps: Gradients = []
                 if not module.automatic_optimization:

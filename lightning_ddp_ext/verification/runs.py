@@ -163,17 +163,11 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> list[Traced]:
     return found
 
 
-class StepDifference(NamedTuple):
-    """The first operation of a rank that one process does not do alike."""
-
-    line: Line | None  # None if no line of the user leads to it
-    is_outside: bool = False  # only results differ, of an operation that `is_outside`
-
-
-def compare_steps(own: Outcome, alone: Outcome) -> StepDifference | None:
+def compare_steps(own: Outcome, alone: Outcome) -> tuple[Line | None, bool] | None:
     """Find the first operation of a rank that one process does not do alike; None if there is none.
 
-    With other random numbers of torch, results may differ, but not which operations there are.
+    Returns its line, if it has one, and whether only results differ, of an operation that `is_outside`. With other
+    random numbers of torch, results may differ, but not which operations there are.
     """
     for number, (ours, theirs) in enumerate(zip(own.traces, alone.traces, strict=True)):
         before: tuple[Line, ...] = ()
@@ -183,9 +177,9 @@ def compare_steps(own: Outcome, alone: Outcome) -> StepDifference | None:
                 pairs = (zip_longest(reversed(one.lines), reversed(near)) for near in (before, other.lines))
                 line = next((line for line, another in chain(*pairs) if line and line != another), None)
                 # The number of operations on shared values may depend on the number of ranks.
-                return None if one.is_shared else StepDifference(line)
+                return None if one.is_shared else (line, False)
             if one.fingerprint != other.fingerprint and not number and not one.is_shared:
-                return StepDifference(next(iter(one.lines), None), one.is_outside)
+                return next(iter(one.lines), None), one.is_outside
             before = one.lines
     return None
 

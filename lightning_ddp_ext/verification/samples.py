@@ -45,14 +45,9 @@ class Samples:
 
     def _count(self) -> int:
         if self._scatter is not None:
-            found: list[int] = []
-
-            def note(number: int) -> list[int]:
-                found.append(number)
-                return [number]
-
-            self._scatter(self._batch, note)
-            return found[0]
+            found: dict[str, int] = {}
+            self._scatter(self._batch, lambda number: [found.setdefault("samples", number)])
+            return found["samples"]
         try:
             return count_samples(self._batch)
         except BatchSplitError as error:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ddp_ext._lightning import DDPStrategy, LightningModule
+from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -156,7 +157,7 @@ class _Verifier:
             except ImpossibleError as error:
                 yield _incomparable("samples of ranks", str(error))
                 return
-        ours, theirs = ({index for batch in batches for index in _flat(batch)} for batches, _ in found)
+        ours, theirs = ({one for one in walk(batches) if not isinstance(one, list | tuple)} for batches, _ in found)
         self._is_divided = self._samples.is_stream and not ours & theirs
         if len(ours & theirs) > 1:  # one may fill up the last batch
             text = f"both ranks get {len(ours & theirs)} of {len(ours | theirs)} samples"
@@ -285,12 +286,10 @@ class _Verifier:
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
             found = compare_steps(own, other)
             # Noise of each sample that numpy has drawn comes from outside.
-            if found is not None and not (found.is_outside and self._step.draws):
-                yield Check(
-                    "step of a rank", "finding",
-                    f"rank {rank} of {len(sizes)} computes something else than one process on the same samples",
-                    str(found.line or ""), "leave out what depends on ranks, their number, or random numbers of a rank",
-                )  # fmt: skip
+            if found is not None and not (found[1] and self._step.draws):
+                text = f"rank {rank} of {len(sizes)} computes something else than one process on the same samples"
+                remedy = "leave out what depends on ranks, their number, or random numbers of a rank"
+                yield Check("step of a rank", "finding", text, str(found[0] or ""), remedy)
                 return
 
     @property
@@ -312,11 +311,6 @@ class _Verifier:
         if self._weight_by == "samples":
             return f'strategy="{name}"'
         return f'strategy={kind.__name__}(weight_by="{self._weight_by}")'
-
-
-def _flat(batch: Any) -> Iterable[Any]:
-    """Return the indices of a batch."""
-    return (one for index in batch for one in _flat(index)) if isinstance(batch, list | tuple) else [batch]
 
 
 def _check_logged(outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) -> Iterator[Check]:

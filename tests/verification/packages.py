@@ -10,6 +10,7 @@ A defect is found if a finding names its line, which ends with `# here`.
 import argparse
 import inspect
 import random
+import resource
 import sys
 import time
 import warnings
@@ -398,6 +399,10 @@ def build(make, sample, defect):
     return module, data
 
 
+def processor_seconds():
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="modules and defects; `healthy` for no defect")
@@ -410,7 +415,7 @@ def main():
     for name, defect in runs:
         if names and not ({name} & {*names} or (defect or "healthy") in names):
             continue
-        started = time.monotonic()
+        started, used = time.monotonic(), processor_seconds()
         try:
             report = verify(*build(*HEALTHY[name], defect), limit=200)
             findings = [(one.name, one.text, one.where, one.remedy) for one in report.findings]
@@ -428,7 +433,8 @@ def main():
         if not is_right:
             wrong.append((name, defect))
         shown = "" if is_right else f"  {findings} {notes}"
-        print(f"{time.monotonic() - started:6.1f} s  {name}, {defect or 'healthy'}: {is_right}{shown}", flush=True)
+        seconds = f"{time.monotonic() - started:6.1f} s ({processor_seconds() - used:.1f} s of a processor)"
+        print(f"{seconds}  {name}, {defect or 'healthy'}: {is_right}{shown}", flush=True)
     print(counts, "wrong:", wrong)
     return 0
 
