@@ -177,7 +177,9 @@ def compare_steps(own: Outcome, alone: Outcome) -> tuple[Line | None, bool] | No
                 pairs = (zip_longest(reversed(one.lines), reversed(near)) for near in (before, other.lines))
                 line = next((line for line, another in chain(*pairs) if line and line != another), None)
                 # The number of operations on shared values may depend on the number of ranks.
-                return None if one.is_shared else (line, False)
+                inner = next(iter(one.lines), None)
+                shown = line if line is None or inner in (None, line) else Line(inner.file, inner.number, caller=line)
+                return None if one.is_shared else (shown, False)
             if one.fingerprint != other.fingerprint and not number and not one.is_shared:
                 return next(iter(one.lines), None), one.is_outside
             before = one.lines

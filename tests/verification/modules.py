@@ -311,6 +311,18 @@ class Deciding(Module):
         return functional.cross_entropy(logits, batch[1])
 
 
+def maybe_doubled(logits):
+    if random.random() < 0.5:
+        logits = logits * 2  # here
+    return logits
+
+
+class DecidingInAFunction(Module):
+    def training_step(self, batch, batch_idx):
+        logits = maybe_doubled(self(batch[0]))
+        return functional.cross_entropy(logits, batch[1])
+
+
 class Scaling(Module):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -343,7 +343,7 @@ def random_choice(module, hidden):
 
 def state(module, hidden):
     shifted = hidden - module.average
-    module.average = 0.5 * module.average + 0.5 * float(hidden.detach().mean())  # here
+    module.average = 0.5 * module.average + 0.5 * float(hidden.detach().abs().mean())  # here
     return shifted
 
 

@@ -139,6 +139,14 @@ def test_the_line_at_which_ranks_differ_is_named(module):
 
 
 @pytest.mark.slow
+def test_the_line_of_a_function_at_which_ranks_differ_and_its_call_are_named():
+    _, findings = found(modules.DecidingInAFunction())
+    first, second = findings["step of a rank"].where.splitlines()
+    assert line_of(modules.maybe_doubled) in first
+    assert second.endswith("logits = maybe_doubled(self(batch[0]))")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"), [(modules.RememberingANumber, "average"), (modules.RememberingAList, "means")]
 )
