@@ -143,7 +143,7 @@ def test_the_line_of_a_function_at_which_ranks_differ_and_its_call_are_named():
     _, findings = found(modules.DecidingInAFunction())
     first, second = findings["step of a rank"].where.splitlines()
     assert line_of(modules.maybe_doubled) in first
-    assert second.endswith("logits = maybe_doubled(self(batch[0]))")
+    assert second.endswith("logits = maybe_doubled(logits)")
 
 
 @pytest.mark.slow
