@@ -302,7 +302,8 @@ def _find_remedy(comparison: GradientFit, sizes: Sequence[float | None], weight_
         )
     return (
         "No weights fit: the forward pass mixes samples, as in-batch negatives do, or the loss has terms that are means"
-        " over different things. Compute each sample's loss from this sample alone, and all means over the same things."
+        " over different things. `lightning-ddp-ext verify` names the line. Compute each sample's loss from this sample"
+        " alone, and all means over the same things."
     )
 
 

@@ -146,7 +146,7 @@ class _Watch(Callback):
 
 
 def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> list[Traced]:
-    """Return the operations of the step that lead to its loss."""
+    """Return the operations of the step that lead to its loss; with fingerprints for the random numbers of seed 0."""
     with replay.training_unaffected():
         random.seed(seed)
         numpy.random.seed(seed)
@@ -158,7 +158,7 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> list[Traced]:
         if one.communicates or one.sources & shared:
             shared.add(place)
         if place in leading or one.communicates:
-            text = value_to_text(one.results) if one.is_computed else ""
+            text = value_to_text(one.results) if one.is_computed and torch_seed == 0 else ""
             found.append(Traced(one.name, one.lines, text, one.is_outside, place in shared))
     return found
 
@@ -169,7 +169,7 @@ def compare_steps(own: Outcome, alone: Outcome) -> tuple[Line | None, bool] | No
     Returns its line, if it has one, and whether only results differ, of an operation that `is_outside`. With other
     random numbers of torch, results may differ, but not which operations there are.
     """
-    for number, (ours, theirs) in enumerate(zip(own.traces, alone.traces, strict=True)):
+    for ours, theirs in zip(own.traces, alone.traces, strict=True):
         before: tuple[Line, ...] = ()
         longer, shorter = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
         for one, other in zip_longest(longer, shorter, fillvalue=Traced()):
@@ -180,7 +180,7 @@ def compare_steps(own: Outcome, alone: Outcome) -> tuple[Line | None, bool] | No
                 inner = next(iter(one.lines), None)
                 shown = line if line is None or inner in (None, line) else Line(inner.file, inner.number, caller=line)
                 return None if one.is_shared else (shown, False)
-            if one.fingerprint != other.fingerprint and not number and not one.is_shared:
+            if one.fingerprint != other.fingerprint and not one.is_shared:
                 return next(iter(one.lines), None), one.is_outside
             before = one.lines
     return None
@@ -250,9 +250,11 @@ class Run:
 
         place = None if self.shares else rank
         validation = [own.loader(sizes, place, 1) for own, sizes in self.validation]
-        options = {"strategy": self.make_strategy(), "devices": len(self.sizes), "plugins": [LightningEnvironment()]}
+        options: dict[str, Any] = {"strategy": self.make_strategy(), "devices": len(self.sizes)}
+        options["plugins"] = [LightningEnvironment()]
         loader = samples.loader(self.sizes, place, STEPS)
-        return fit(module, loader, validation, make_draws=make_draws, precision=precision, **options)
+        options |= {"make_draws": make_draws, "precision": precision, "traces": not self.shares}
+        return fit(module, loader, validation, **options)
 
 
 def trace_alone(

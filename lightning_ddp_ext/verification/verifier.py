@@ -249,7 +249,7 @@ class _Verifier:
             text = f"ranks are identical, with a learning rate of {one:g}; in one process it is {other:g}"
             return Check(name, "note", text, compared=False)
         whole = first.gradients[0] * len(outcomes)
-        if first.communicates and relative_difference(whole, alone.gradients[0]) <= self._step.tolerance:
+        if self._communicates and relative_difference(whole, alone.gradients[0]) <= self._step.tolerance:
             text = "the gradient is the one of one process, divided by the number of ranks"
             return Check(name, "finding", text, remedy=_PER_RANK)
         if not unmatched and strategy == "ddp" and self._weight_by != "samples":

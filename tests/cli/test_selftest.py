@@ -49,7 +49,7 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
     elif fault == "buffer":
         BufferSynchronizer.synchronize = lambda self, *args, **kwargs: None
     elif fault == "stopped":
-        selftest.LIMIT = 30
+        selftest.LIMIT = 100
         selftest.Model = Stopping if is_last else selftest.Model
     elif fault == "port":
         selftest._CONNECT_LIMIT = 8.0

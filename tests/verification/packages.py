@@ -405,7 +405,7 @@ def processor_seconds():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="modules and defects; `healthy` for no defect")
+    parser.add_argument("names", nargs="*", help="modules, defects, or module:defect; `healthy` for no defect")
     names = parser.parse_args().names
     warnings.simplefilter("ignore")
     runs = [(name, None) for name in HEALTHY]
@@ -413,7 +413,7 @@ def main():
         runs += [(name, [*DEFECTS][(place + step) % len(DEFECTS)]) for step in range(PER_MODULE)]
     wrong, counts = [], {"healthy": 0, "planted": 0, "found": 0, "with line": 0, "silent": 0}
     for name, defect in runs:
-        if names and not ({name} & {*names} or (defect or "healthy") in names):
+        if names and not {name, defect or "healthy", f"{name}:{defect or 'healthy'}"} & {*names}:
             continue
         started, used = time.monotonic(), processor_seconds()
         try:
