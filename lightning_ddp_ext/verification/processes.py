@@ -23,7 +23,7 @@ from lightning_ddp_ext.errors import ImpossibleError, OtherRankError, describe_e
 from lightning_ddp_ext.verification.operations import FORKING, Line, is_own_file
 
 _REPORT = 1.0  # seconds before the end in which processes write where they are
-_GRACE, _RAISED = 3.0, "_raised_at"  # seconds for the errors of other processes, after the first
+_GRACE, _RAISED = 3.0, "ddp_ext_raised_at"  # seconds for the errors of other processes, after the first
 _LAST_LINES = 12  # of a process that has ended without a result
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives
