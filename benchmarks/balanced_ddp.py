@@ -11,14 +11,14 @@ step includes its fetch. Run it with `python benchmarks/balanced_ddp.py --rounds
 wants two free cores.
 """
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measuring.command import describe_machine
+from measuring.command import describe_machine, print_with_load, start_parser
+from measuring.comparison import make_columns
 from measuring.estimates import estimate_median
 from measuring.models import TINY
 from measuring.sharing import (
@@ -33,8 +33,6 @@ from measuring.sharing import (
     length_of,
     measure,
 )
-from rich.console import Console
-from rich.table import Table
 
 from tests.support.processes import run_processes
 
@@ -52,9 +50,8 @@ class Ratios:
     """The table of ratios."""
 
     def __init__(self) -> None:
-        self.table = Table(title=f"balanced_ddp on {RANKS} ranks")
-        for column in ("step time", "median", "95 %", "milliseconds", "target"):
-            self.table.add_column(column, justify="left" if column == "step time" else "right")
+        columns = ("step time", "median", "95 %", "milliseconds", "target")
+        self.table = make_columns(f"balanced_ddp on {RANKS} ranks", *columns)
 
     def add(self, title: str, times: Mapping[str, list[float]], own: str, other: str, target: str = "") -> None:
         """Add the ratio of two contenders."""
@@ -67,7 +64,7 @@ class Ratios:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="of each comparison; six give an interval")
     parser.add_argument("--steps", type=int, default=120, help="of each run")
     parser.add_argument("--output", type=Path, help="file for the values, as JSON")
@@ -98,10 +95,8 @@ def main() -> None:
         table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
 
     swaps = values["steps after a swap"] = [run(follow, steps) for _ in range(rounds)]
-    console = Console()
-    console.print(table.table)
-    console.print(f"Steps after a swap of the speeds (target 15): {', '.join(map(str, swaps))}.")
-    console.print(json.dumps(machine))
+    after_swap = f"Steps after a swap of the speeds (target 15): {', '.join(map(str, swaps))}."
+    print_with_load(table.table, after_swap, json.dumps(machine))
     if options.output is not None:
         options.output.write_text(json.dumps({"machine": machine, **values}, indent=2))
 

@@ -31,6 +31,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `tests`
 
+from measuring.command import start_parser  # noqa: E402
+
 from tests.support.processes import RankError, RankTimeoutError, run_processes  # noqa: E402
 from tests.versions import run as versions  # noqa: E402
 
@@ -503,7 +505,7 @@ def prepare(name: str) -> Path:
 
 def main() -> int:
     """Measure the given applications, or all, and print the table; returns 1 if a run has failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(CLIENTS)}; by default all of them")
     parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     parser.add_argument("--measure", choices=CLIENTS, help=argparse.SUPPRESS)  # in the application's environment

@@ -6,7 +6,6 @@ gradients and buckets take at the peak and between steps, from torch 2.15 on als
 Run it with `python benchmarks/ddp_checkpoint.py`; it takes about ten minutes.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -14,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from measuring.command import describe_machine
-from measuring.comparison import add_columns
+from measuring.command import describe_machine, start_parser
+from measuring.comparison import make_columns
 from measuring.memory import ONE, TWO, MemoryUses, measure_memory
 from measuring.peers import OURS, Outcome, judge
 from measuring.scenarios import MODES, SCENARIOS, Mode, Optimizers
@@ -32,7 +31,7 @@ Play = tuple[str, str, Mode, str]
 
 def main() -> None:
     """Measure, and print tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
     parser.add_argument("--quick", action="store_true", help="every third scenario, with one optimizer")
     parser.add_argument("--output", type=Path, help="file for the values, as JSON")
@@ -71,13 +70,13 @@ def judge_all(is_quick: bool) -> dict[Play, Outcome]:
 
 def make_memory_table(uses: MemoryUses) -> Table:
     """Show the memory of gradients of ours and of each peer."""
-    table = Table(
-        title="Memory of gradients, in units of their size",
+    table = make_columns(
+        "Memory of gradients, in units of their size",
+        *("", "peak of\nbackward", "held", "peak, two\naccumulated", "peak,\nfirst step"),
         caption="Beyond the parameters, as counted by torch's allocator; nearly no activations. Held: left between"
         " steps, after zero_grad. The first step of each builds buckets.",
         box=box.SIMPLE_HEAD,
     )
-    add_columns(table, "", "peak of\nbackward", "held", "peak, two\naccumulated", "peak,\nfirst step")
     for name, use in uses.items():
         numbers = (use[ONE].peak, use[ONE].held, use[TWO].peak, use[ONE].first_peak)
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
@@ -87,14 +86,15 @@ def make_memory_table(uses: MemoryUses) -> Table:
 def make_peers_table(outcomes: Mapping[Play, Outcome]) -> Table:
     """Show whether gradients are right in each scenario, a letter for each mode."""
     names = list(dict.fromkeys(name for name, *_ in outcomes))
-    table = Table(
-        title="Right gradients and identical ranks?",
+    table = make_columns(
+        "Right gradients and identical ranks?",
+        "scenario",
+        *names,
         caption="Letters: nothing, reentrant, non-reentrant recomputed. P right, E error, H hangs, D ranks drift apart"
         " or are equal but wrong, without a message. "
         f"With {' and '.join(Optimizers)}; both verdicts where they differ.",
         box=box.SIMPLE_HEAD,
     )
-    add_columns(table, "scenario", *names)
     for scenario in dict.fromkeys(scenario for _, scenario, _, _ in outcomes):
         table.add_row(scenario, *(_spell(outcomes, name, scenario) for name in names))
     counts = (count_passed(outcomes, name) for name in names)

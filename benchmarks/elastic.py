@@ -8,7 +8,6 @@ Run it with `python benchmarks/elastic.py --kills 20`; it takes some minutes. It
 failed.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -19,8 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from measuring.command import start_parser
+from measuring.comparison import make_columns
 from rich.console import Console
-from rich.table import Table
 
 from tests.support.ports import free_port
 
@@ -47,7 +47,7 @@ class Restart:
 
 def main() -> None:
     """Kill, and count."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="how many processes to kill")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     options = parser.parse_args()
@@ -63,9 +63,8 @@ def main() -> None:
             runs += 1
             if not made:
                 break
-    table = Table(title=f"kills of one of {AGENTS} ranks under torchrun")
-    for column in ("killed", "ranks went on from step", "after seconds"):
-        table.add_column(column, justify="right")
+    title = f"kills of one of {AGENTS} ranks under torchrun"
+    table = make_columns(title, "killed", "ranks went on from step", "after seconds")
     for restart in restarts:
         table.add_row(f"rank {restart.rank}", f"{restart.step}", f"{restart.seconds:.1f}")
     console = Console()

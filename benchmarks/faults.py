@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `tests`, which has the faults
 
+from measuring.command import start_parser  # noqa: E402
 from measuring.faults import make_fault_table, show_fault  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -56,7 +57,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     parser.add_argument("--phases", nargs="+", choices=list(WHEN), default=list(WHEN), help=", ".join(WHEN))
     parser.add_argument(

@@ -24,9 +24,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from measuring.estimates import FEWEST, Estimate, estimate_to_json
+from measuring.command import start_parser
+from measuring.comparison import format_ratio
+from measuring.estimates import FEWEST, estimate_to_json
+from measuring.fitting import Classifier, make_trainer
 from measuring.models import CASES as SMALL_CASES
 from measuring.models import MANY
 from measuring.rounds import Burst, Measurement, collect_rounds
@@ -154,24 +156,12 @@ def make_cases(is_quick: bool) -> dict[str, Case]:
     }
 
 
-class Classifier(pl.LightningModule):
-    """Cross-entropy over a given network."""
+class StayingClassifier(Classifier):
+    """Stays on the device at the end of a turn: a copy to the host would take longer than the turn."""
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of a batch (inputs, labels)."""
-        return functional.cross_entropy(self.network(batch[0]), batch[1])
-
-    def cpu(self) -> "Classifier":
-        """Stay on the device at the end of a turn: a copy to the host would take longer than the turn."""
+    def cpu(self) -> "StayingClassifier":
+        """Do nothing."""
         return self
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD, so that the step is forward and backward."""
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
@@ -265,13 +255,11 @@ def fit(
         network = case.build()
     if name == DATA_PARALLEL:
         network = nn.DataParallel(network, device_ids=replica_devices())
-    module = Classifier(network)
+    module = StayingClassifier(network)
     window = Window(device, profiler)
-    trainer = pl.Trainer(
-        strategy=strategy(), accelerator=device.type, devices=1, precision=case.precision, callbacks=[window],
-        plugins=[LightningEnvironment()], max_epochs=-1, max_steps=WARM_UP + steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
+    trainer = make_trainer(
+        strategy(), window, accelerator=device.type, devices=1, precision=case.precision, max_epochs=-1,
+        max_steps=WARM_UP + steps, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=None))
     mean = window.seconds / steps
@@ -358,23 +346,17 @@ def describe(name: str, measurement: Measurement, work: Mapping[str, DeviceWork]
             "gradients in bytes": unit,
             "memory of gradients": above,
         }
-        times = _cell(measurement.time(contender), 1000)
-        compared = "; ".join(f"{_cell(ratio)} of {reference}" for reference, ratio in ratios.items())
+        times = format_ratio(measurement.time(contender), 1000)
+        compared = "; ".join(f"{format_ratio(ratio)} of {reference}" for reference, ratio in ratios.items())
         memory = f"{peak / 2**30:.2f} | {above:.2f}" if peak else "|"
         busy = f"{1000 * work[contender].busy:.2f} | {work[contender].launches:.0f}" if work else "|"
         rows.append(f"| {name} | {contender} | {times} | {compared} | {busy} | {memory} |")
     return numbers, rows
 
 
-def _cell(estimate: Estimate | None, factor: float = 1.0) -> str:
-    if estimate is None:
-        return ""
-    return f"{factor * estimate.median:.2f} [{factor * estimate.low:.2f}, {factor * estimate.high:.2f}]"
-
-
 def main() -> None:
     """Measure the cases and write `results.json` after each, with the lines of a page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--accelerator", default="cuda", help="another one to see whether it works")
     parser.add_argument("--rounds", type=int, default=12, help=f"at most; at least {FEWEST}")
     parser.add_argument("--seconds", type=float, default=10, help="for the rounds of a case beyond the first ones")

@@ -9,32 +9,30 @@ Run it with `python benchmarks/preemption.py --signals 100`; it takes ten minute
 ends with code 1 if any of them is not what it has to be.
 """
 
-import argparse
 import json
 import random
 import tempfile
 from pathlib import Path
 
 import torch
+from measuring.command import start_parser
+from measuring.comparison import make_columns
 from measuring.leaving import RANKS, SIGNALS, Ending, check_checkpoints, run
 from rich.console import Console
-from rich.table import Table
 
 _SHELL = 128
 
 
 def main() -> None:
     """Send signals, and count."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--signals", type=int, default=100, help="how many to send")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--output", type=Path, help="file for the counts, as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         counts, problems = send_signals(options.signals, random.Random(options.seed), Path(folder))
-    table = Table(title=f"{options.signals} signals to one of {RANKS} ranks of `ddp_join`")
-    table.add_column("")
-    table.add_column("count", justify="right")
+    table = make_columns(f"{options.signals} signals to one of {RANKS} ranks of `ddp_join`", "", "count")
     for name, count in counts.items():
         table.add_row(name, f"{count}")
     console = Console()

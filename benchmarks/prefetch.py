@@ -7,18 +7,17 @@ latter two in the same round. Batches and steps wait for `--milliseconds`, as fo
 Run it with `python benchmarks/prefetch.py`; it takes about five minutes.
 """
 
-import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from measuring.command import print_with_load, start_parser
+from measuring.comparison import format_ratio, make_columns
 from measuring.estimates import FEWEST, estimate_median
-from rich.console import Console
+from measuring.fitting import make_trainer
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -80,17 +79,7 @@ def train(
     strategy: Strategy, steps: int, of_batch: Callable[[], object] | None, of_step: Callable[[], object]
 ) -> float:
     """Return the seconds of one epoch, without the set-up of the Trainer."""
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = make_trainer(strategy, devices=1, max_epochs=1, use_distributed_sampler=False)
     module = Network(of_step)
     ends: list[float] = []
     vars(module).update(on_train_epoch_start=lambda: ends.append(time.perf_counter()))
@@ -124,27 +113,24 @@ def measure(seconds: float, steps: int, rounds: int) -> Table:
             if number:  # the first round is a warm-up
                 times[name].append(taken / steps)
                 ratios[name].append(taken / longer)
-    table = Table(title=f"waiting, {1000 * seconds:g} ms each, {steps} steps, {rounds} rounds", title_justify="left")
-    for column in ("contender", "step", "ratio to the longer of the two"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    title = f"waiting, {1000 * seconds:g} ms each, {steps} steps, {rounds} rounds"
+    table = make_columns(title, "contender", "step", "ratio to the longer of the two", title_justify="left")
     for name in contenders:
-        estimate: Any = estimate_median(ratios[name])
-        interval = f"{estimate.median:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
-        table.add_row(name, f"{1000 * statistics.median(times[name]):.1f} ms", interval)
+        ratio = format_ratio(estimate_median(ratios[name]))
+        table.add_row(name, f"{1000 * statistics.median(times[name]):.1f} ms", ratio)
     return table
 
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of a batch, and of a step")
     parser.add_argument("--steps", type=int, default=50, help="steps of a contender in each round")
     parser.add_argument("--rounds", type=int, default=9, help=f"at least {FEWEST}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = measure(options.milliseconds / 1000, options.steps, options.rounds)
-    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
-    Console(width=100).print(table, load, sep="\n\n", highlight=False)
+    print_with_load(table)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ peer. They take turns of a fifth of a second within one run each; a ratio is the
 with its 95 % interval. A run of all cells with one BASE takes about twelve minutes on two free cores.
 """
 
-import argparse
 import math
 import os
 import subprocess
@@ -19,13 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measuring.comparison import format_ratio
+from measuring.command import start_parser
+from measuring.comparison import format_ratio, make_columns
+from measuring.contender import Contender, closing_all
 from measuring.estimates import estimate_median
 from measuring.models import DEEP, MANY, SMALL, SMALL_CONV
 from measuring.rounds import order_of
-from measuring.turns import started
+from measuring.turns import fit
 from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE, PEER = "here", "peer"
@@ -34,7 +34,7 @@ STARTS, ROUNDS, TURN, LEAST = 2, 8, 0.2, 4  # new processes, rounds of each, sec
 
 @dataclass(frozen=True)
 class Cell:
-    """A strategy on a model, and its peer, as arguments of `measuring.turns.Fit`."""
+    """A strategy on a model, and its peer, as orders for `measuring.turns.fit`."""
 
     title: str
     ours: dict[str, Any]
@@ -86,11 +86,14 @@ def measure(cell: Cell, trees: dict[str, Path], starts: int) -> dict[str, list[f
     able = [name for name, tree in trees.items() if name == PEER or cell.is_in(tree)]
     times: dict[str, list[float]] = {name: [] for name in able}
     for start in range(starts):
-        with started({name: cell.peer if name == PEER else cell.ours for name in able}, trees) as fits:
-            steps = {name: max(LEAST, math.ceil(TURN / fit.run(10))) for name, fit in fits.items()}
+        orders = {name: cell.peer if name == PEER else cell.ours for name in able}
+        fits = {name: Contender(fit, order["ranks"], trees[name]) for name, order in orders.items()}
+        with closing_all(fits.values()):
+            first = {name: fits[name].run(**order, steps=10).median for name, order in orders.items()}
+            steps = {name: max(LEAST, math.ceil(TURN / seconds)) for name, seconds in first.items()}
             for round_ in range(ROUNDS):
                 for name in order_of(able, start + round_):
-                    times[name].append(fits[name].run(steps[name]))
+                    times[name].append(fits[name].run(steps=steps[name]).median)
     return times
 
 
@@ -103,17 +106,15 @@ def compare(times: dict[str, list[float]], one: str, other: str) -> str:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("bases", metavar="BASE", nargs="+", help="commits to compare with")
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of the titles of the cells that are measured")
     parser.add_argument("--starts", type=int, default=STARTS, help=f"new processes, for {ROUNDS} rounds each")
     parser.add_argument("--ranks", nargs="*", type=int, default=[8, 16], help="numbers of ranks of a small model")
     options = parser.parse_args()
     pairs = [(name, PEER) for name in (*options.bases, HERE)] + [(HERE, name) for name in options.bases]
-    table = Table(title="Time of a step: " + ", ".join(options.bases) + ", this tree (here) and a peer")
-    titles = [f"{one} / {other}" for one, other in pairs]
-    for column in ("cell", "ms", *titles, "load"):
-        table.add_column(column, justify="left" if column == "cell" else "right")
+    title = "Time of a step: " + ", ".join(options.bases) + ", this tree (here) and a peer"
+    table = make_columns(title, "cell", "ms", *(f"{one} / {other}" for one, other in pairs), "load")
     console = Console(width=max(130, Console().width))
     with ExitStack() as checkouts:
         trees = {base: checkouts.enter_context(checkout(base)) for base in options.bases} | {HERE: ROOT, PEER: ROOT}

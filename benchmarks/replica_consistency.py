@@ -7,7 +7,6 @@ Times are those of the processor, which depend little on what else runs.
 Run it with `python benchmarks/replica_consistency.py`; it takes about two minutes.
 """
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -19,10 +18,11 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from measuring.fitting import Classifier
+from lightning.pytorch import Callback, LightningModule
+from measuring.command import print_with_load, start_parser
+from measuring.comparison import make_columns
+from measuring.fitting import Classifier, make_trainer
 from measuring.models import CASES, load_endlessly
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -37,13 +37,12 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"}  # as torchru
 
 def main() -> None:
     """Measure and print two tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = start_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="how often each hash is timed")
     parser.add_argument("--steps", type=int, default=60, help="how many steps each model is trained")
     options = parser.parse_args()
     tables = [tabulate_hashes(options.rounds), tabulate_training(options.steps)]
-    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
-    Console().print(*tables, load, sep="\n\n", highlight=False)
+    print_with_load(*tables)
 
 
 def tabulate_hashes(rounds: int) -> Table:
@@ -67,9 +66,8 @@ def tabulate_hashes(rounds: int) -> Table:
         run()
         if round_:
             times[name].append(time.process_time() - started)
-    table = Table(title=f"{_MEGABYTES} MB, one thread, median (and quartiles) of {rounds}", title_justify="left")
-    table.add_column("hash")
-    table.add_column("ms", justify="right")
+    title = f"{_MEGABYTES} MB, one thread, median (and quartiles) of {rounds}"
+    table = make_columns(title, "hash", "ms", title_justify="left")
     for name, own in times.items():
         low, middle, high = (1000 * value for value in statistics.quantiles(own, n=4))
         table.add_row(name, f"{middle:.1f} ({low:.1f}, {high:.1f})")
@@ -78,9 +76,8 @@ def tabulate_hashes(rounds: int) -> Table:
 
 def tabulate_training(steps: int) -> Table:
     """Train each model and compare after every step."""
-    table = Table(title=f"two processes, Adam, medians of {steps} steps", title_justify="left")
-    for column in ("model", "compared", "step", "comparison", "share every 100 steps"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    columns = ("model", "compared", "step", "comparison", "share every 100 steps")
+    table = make_columns(f"two processes, Adam, medians of {steps} steps", *columns, title_justify="left")
     for name in CASES:
         with redirect_stdout(None):  # what the ranks say
             results = run_processes(train, 2, name, steps, timeout=300, env=LAUNCHED)
@@ -123,17 +120,9 @@ def train(name: str, steps: int) -> tuple[float, float, int]:
     case = CASES[name]
     consistency = ReplicaConsistency(every_n_steps=1)
     before, after = Clock(), Clock()
-    trainer = Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        max_steps=steps + _WARM_UP,
-        callbacks=[before, consistency, after],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    devices = int(os.environ["WORLD_SIZE"])
+    options = {"devices": devices, "max_steps": steps + _WARM_UP, "plugins": []}
+    trainer = make_trainer("ddp", before, consistency, after, **options)
     torch.manual_seed(1)
     module: LightningModule = WithAdam(case.build())
     trainer.fit(module, load_endlessly(case.batch_size // 2, case.shape))

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from measuring.command import describe_machine, measure, parse, print_tables, start_parser, write_results
+from measuring.command import describe_machine, measure, parse, print_tables, start_parser_of_rounds, write_results
 from measuring.comparison import Comparison, describe_stolen, explain_failures, make_table
 from measuring.contender import count_cores
-from measuring.joining import ACCELERATE, EVEN, JOIN, TAIL, UNEVEN
+from measuring.fitting import fit
+from measuring.joining import ACCELERATE, EVEN, JOIN, TAIL, UNEVEN, train
 from measuring.models import CASES, MANY, TINY, TOY
 from measuring.peers import PEERS
 from measuring.picture import draw_ratios
@@ -44,7 +45,7 @@ class Part:
         orders: Makes what each contender is from a key of `CASES`.
         pairs: A contender and its references, by the name of the ratio; the first ratio is drawn.
         models: The models.
-        module: What runs in each process.
+        carry_out: Called in each process with an order.
         ranks: Number of processes.
         may_fail: Contenders that others go on without.
     """
@@ -53,7 +54,7 @@ class Part:
     orders: Callable[[str], Orders]
     pairs: Mapping[str, tuple[str, Sequence[str]]]
     models: Sequence[str]
-    module: str = "measuring.fitting"
+    carry_out: Callable[..., None] = fit
     ranks: int = 2
     may_fail: Sequence[str] = field(default_factory=tuple)
 
@@ -76,7 +77,7 @@ def joining(title: str, pairs: Mapping[str, tuple[str, Sequence[str]]], contende
     def orders(model: str) -> Orders:
         return {name: {"case": model, **order} for name, order in contenders.items()}
 
-    return Part(title, orders, pairs, [TINY, "MLP", "conv net"], "measuring.joining", **options)
+    return Part(title, orders, pairs, [TINY, "MLP", "conv net"], train, **options)
 
 
 def even_data() -> Part:
@@ -154,7 +155,7 @@ def main() -> None:
         for model in [one for one in part.models if not options.models or one in options.models][: options.most]:
             what = f"{model}, {part.title}"
             orders = part.orders(model)
-            rounds, failures = measure(what, part.module, orders, options, part.ranks, part.may_fail)
+            rounds, failures = measure(what, part.carry_out, orders, options, part.ranks, part.may_fail)
             measured.setdefault(name, {})[model] = Comparison(rounds, part.pairs, failures)
             results = {key: {one: found.to_json() for one, found in by.items()} for key, by in measured.items()}
             write_results(options, machine, results)
@@ -174,7 +175,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = start_parser(__doc__)
+    parser = start_parser_of_rounds(__doc__)
     parser.add_argument("strategy", choices=[*STRATEGIES], help="whose steps are measured")
     parser.add_argument("--models", nargs="+", choices=[*CASES], metavar="MODEL", help=", ".join(CASES))
     parser.add_argument("--parts", nargs="+", help="what is measured; by default everything")

@@ -27,9 +27,14 @@ _LEAST_WIDTH = 110  # columns of text, below which numbers of the tables are cut
 Order = Mapping[str, Any]
 
 
-def start_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that benchmarks in rounds have; the description is on the first line."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+def start_parser(document: str | None) -> argparse.ArgumentParser:
+    """Return a parser for a program whose documentation is described by its first line."""
+    return argparse.ArgumentParser(description=(document or "").partition("\n")[0])
+
+
+def start_parser_of_rounds(document: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks in rounds have."""
+    parser = start_parser(document)
     parser.add_argument("--rounds", type=int, default=15, help=f"rounds that have to count, at least {FEWEST}")
     parser.add_argument("--max-rounds", type=int, default=20, help="rounds that are run at most")
     parser.add_argument("--burst", type=float, default=0.7, help="seconds of a contender's turn")
@@ -71,9 +76,15 @@ def print_tables(options: argparse.Namespace, machine: Mapping[str, Any], *lines
             console.print(*lines, load, sep="\n\n", highlight=False)
 
 
+def print_with_load(*parts: RenderableType) -> None:
+    """Show tables and texts, and how busy the machine is."""
+    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+    Console(width=max(Console().width, _LEAST_WIDTH)).print(*parts, load, sep="\n\n", highlight=False)
+
+
 def measure(
     what: str,
-    module: str,
+    carry_out: Callable[..., None],
     orders: Mapping[str, Order],
     options: argparse.Namespace,
     ranks: int = 1,
@@ -83,7 +94,7 @@ def measure(
 
     Args:
         what: Is measured.
-        module: What runs in each process.
+        carry_out: Called in each process, as of a `Contender`.
         orders: What each contender is, by its name.
         options: The command line.
         ranks: Number of processes.
@@ -95,7 +106,7 @@ def measure(
     Raises:
         RuntimeError: If a contender failed that may not.
     """
-    host = _Host(module, orders, options.burst, ranks, may_fail)
+    host = _Host(carry_out, orders, options.burst, ranks, may_fail)
 
     def show(measurement: Measurement) -> None:
         done = f"{len(measurement.counted)} of {options.rounds} rounds, {len(measurement.rounds)} run"
@@ -110,18 +121,23 @@ class _Host:
     """Starts processes for contenders, again and again; what was learnt about contenders before is remembered."""
 
     def __init__(
-        self, module: str, orders: Mapping[str, Order], burst: float, ranks: int, may_fail: Collection[str]
+        self,
+        carry_out: Callable[..., None],
+        orders: Mapping[str, Order],
+        burst: float,
+        ranks: int,
+        may_fail: Collection[str],
     ) -> None:
         self.failures: dict[str, str] = {}
         self._steps: dict[str, int] = {}
-        self._module, self._orders, self._burst, self._ranks = module, orders, burst, ranks
+        self._carry_out, self._orders, self._burst, self._ranks = carry_out, orders, burst, ranks
         self._may_fail = may_fail
 
     @contextmanager
     def start(self) -> Iterator[dict[str, Callable[[], Burst]]]:
         """Start processes, and again without a contender that failed: nothing can be known about them after that."""
         while True:
-            contender = Contender(self._module, ranks=self._ranks)
+            contender = Contender(self._carry_out, self._ranks)
             with closing_all([contender]):
                 if self._warm_up(contender):
                     yield {

@@ -62,8 +62,8 @@ def make_table(title: str, comparisons: Mapping[str, Comparison]) -> Table:
             f" A round counts if other processes had at most {MOST_BY_OTHERS:.0%} of the cores' time in each turn;"
             f' with fewer than {FEWEST} such rounds, "{NOT_SOUND}".'
         )
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    add_columns(table, "model", "ms", "relative to", "ratio", "rounds")
+    options: dict[str, Any] = {"caption": caption, "box": box.SIMPLE_HEAD, "padding": (0, 0, 0, 1)}
+    table = make_columns(title, "model", "ms", "relative to", "ratio", "rounds", **options)
     for model, comparison in comparisons.items():
         measurement = comparison.measurement
         table.add_row(Text(model, "bold"), *[""] * 3, f"{len(measurement.counted)} of {len(measurement.rounds)}")
@@ -78,16 +78,20 @@ def make_table(title: str, comparisons: Mapping[str, Comparison]) -> Table:
     return table
 
 
-def add_columns(table: Table, first: str, *others: str) -> None:
-    """Add columns, of which all but the first hold numbers."""
+def make_columns(title: str, first: str, *others: str, **options: Any) -> Table:
+    """Return a table with columns, of which all but the first hold numbers."""
+    table = Table(title=title, **options)
     table.add_column(first)
     for other in others:
         table.add_column(other, justify="right", no_wrap=True)
+    return table
 
 
-def format_ratio(estimate: Estimate | None) -> str:
-    """Write a median with its interval."""
-    return NOT_SOUND if estimate is None else f"{estimate.median:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+def format_ratio(estimate: Estimate | None, factor: float = 1.0) -> str:
+    """Write a median with its interval, both multiplied by a factor."""
+    if estimate is None:
+        return NOT_SOUND
+    return f"{factor * estimate.median:.2f} [{factor * estimate.low:.2f}, {factor * estimate.high:.2f}]"
 
 
 def _milliseconds(comparison: Comparison, name: str) -> str:

@@ -1,55 +1,54 @@
 """Our end of the line: a contender's processes, asleep except for its own turns."""
 
-import json
+import multiprocessing
 import os
-import select
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
-from measuring.orders import HARD_LIMIT
+from measuring.orders import HARD_LIMIT, serve
 from measuring.rounds import Burst
+from tests.support.ports import free_port
 
 _LAST_LINES = 15
 _END_LIMIT = 5.0  # seconds from the last word of a process to its end
 
+_forking = multiprocessing.get_context("fork")
+
 
 class Contender:
-    """One process, or one for each rank.
+    """One process, or one for each rank, forked from this one.
 
-    Its processes are killed by `close`; if this process ends without calling it, they end by themselves. One that does
-    not answer within the hard limit is an error.
+    Processes that are started separately may be slower or faster by a quarter for as long as they live, depending on
+    where their memory happens to lie; forks of one process share that luck. They are killed by `close`; if this process
+    ends without calling it, they end by themselves. One that does not answer within the hard limit is an error.
 
     Args:
-        module: What runs in each process.
-        *arguments: Its command line.
+        carry_out: Called in each process with `Orders` and the items of each order.
         ranks: Number of processes, of which each knows its rank and where the first one is.
+        tree: Folder that holds the package to be used; this process must not have imported the package.
     """
 
-    def __init__(self, module: str, *arguments: str, ranks: int = 1) -> None:
-        self._name = " ".join([module, *arguments])
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._errors: list[Any] = []
+    def __init__(self, carry_out: Callable[..., None], ranks: int = 1, tree: Path | None = None) -> None:
+        self._name = f"{carry_out.__module__}.{carry_out.__qualname__}"
+        self._processes: list[BaseProcess] = []
+        self._pipes, self._errors = [], []
         for environment in _build_environments(ranks):
             errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+            ours, theirs = _forking.Pipe()
+            arguments = (carry_out, theirs, errors.fileno(), environment, tree)
+            process = _forking.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
             self._errors.append(errors)
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                # Ctrl-C ends this process, and this process them.
-                start_new_session=True,
-            )
+            self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, *, ranks: int | None = None, **order: object) -> Burst:
@@ -57,51 +56,36 @@ class Contender:
 
         Args:
             ranks: How many of the processes get the order, the first ones; by default all. Others sleep on.
-            **order: What to do, as the module understands it.
+            **order: What to do, as the function understands it.
 
         Raises:
             RuntimeError: If a process failed or did not answer in time. The message quotes its last lines.
         """
-        cores = _find_cores()
-        processes = self._processes[:ranks]
-        line = json.dumps(order if ranks is None else {"ranks": ranks, **order}).encode() + b"\n"
-        before = _read_cpu_seconds_of_others([process.pid for process in self._processes])
+        cores, chosen = _find_cores(), range(len(self._processes))[:ranks]
+        before = _read_cpu_seconds_of_others(self._pids)
         stolen, start = _read_stolen_seconds(cores), time.perf_counter()
-        for process in processes:
-            assert process.stdin is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-            except BrokenPipeError:
-                self._fail(process, _describe_end(process))
-        deadline = start + HARD_LIMIT
-        replies = [self._read(process, deadline) for process in processes]
+        for rank in chosen:
+            with suppress(BrokenPipeError):  # the reading fails then
+                self._pipes[rank].send(order if ranks is None else {"ranks": ranks, **order})
+        replies = [self._read(rank, start + HARD_LIMIT) for rank in chosen]
         available = len(cores) * (time.perf_counter() - start)
-        stolen = _read_stolen_seconds(cores) - stolen
-        by_others = _read_cpu_seconds_of_others([process.pid for process in self._processes]) - before
-        first = replies[0]
-        return Burst(
-            first["steps"],
-            first["mean"],
-            first["median"],
-            first["longest"],
-            by_others / available,
-            stolen / available,
-        )
+        stolen = (_read_stolen_seconds(cores) - stolen) / available
+        by_others = (_read_cpu_seconds_of_others(self._pids) - before) / available
+        return Burst(**replies[0], by_others=by_others, stolen=stolen)
 
-    def _read(self, process: "subprocess.Popen[bytes]", deadline: float) -> dict[str, Any]:
-        assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.perf_counter()))
-        if not ready:
-            self._fail(process, f"did not answer within {HARD_LIMIT:g} s")
-        line = process.stdout.readline()
-        if not line:
-            self._fail(process, _describe_end(process))
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+    @property
+    def _pids(self) -> list[int | None]:
+        return [process.pid for process in self._processes]
 
-    def _fail(self, process: "subprocess.Popen[bytes]", what: str) -> NoReturn:
-        rank = self._processes.index(process)
+    def _read(self, rank: int, deadline: float) -> dict[str, Any]:
+        what = f"did not answer within {HARD_LIMIT:g} s"
+        try:
+            if self._pipes[rank].poll(max(0.0, deadline - time.perf_counter())):
+                reply: dict[str, Any] = self._pipes[rank].recv()
+                return reply
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(_END_LIMIT)
+            what = f"has ended with exit code {self._processes[rank].exitcode}"
         errors = self._errors[rank]
         errors.seek(0)
         lines = errors.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
@@ -112,12 +96,12 @@ class Contender:
         for process in self._processes:
             process.kill()
         for process, errors in zip(self._processes, self._errors, strict=True):
-            process.communicate()
+            process.join()
             errors.close()
 
 
 @contextmanager
-def closing_all(contenders: Sequence[Contender]) -> Iterator[None]:
+def closing_all(contenders: Iterable[Contender]) -> Iterator[None]:
     """Close contenders, whatever happens."""
     try:
         yield
@@ -131,18 +115,12 @@ def count_cores() -> int:
     return len(_find_cores())
 
 
-def _describe_end(process: "subprocess.Popen[bytes]") -> str:
-    with suppress(subprocess.TimeoutExpired):
-        return f"has ended with exit code {process.wait(_END_LIMIT)}"
-    return "does not listen any more"
-
-
 def _find_cores() -> list[int]:
     affinity = getattr(psutil.Process(), "cpu_affinity", None)  # macOS has none
     return affinity() if affinity else list(range(psutil.cpu_count() or 1))
 
 
-def _read_cpu_seconds_of_others(ours: Sequence[int]) -> float:
+def _read_cpu_seconds_of_others(ours: Sequence[int | None]) -> float:
     """CPU time of all processes that are neither ours nor this one, as far as the system lets us see them.
 
     That of their ended children is part of it, so that a difference of two readings is right also if processes came
@@ -164,25 +142,15 @@ def _read_stolen_seconds(cores: Sequence[int]) -> float:
 
 
 def _build_environments(ranks: int) -> list[dict[str, str]]:
-    folder = str(Path(__file__).parent.parent)
-    path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH")) if part)
-    shared = {**os.environ, "PYTHONPATH": path}
     if ranks == 1:
-        return [shared]
+        return [{}]
     # As `torchrun` or a cluster would: every rank is started here and gets its own orders, so that a resting rank
-    # sleeps in a read, and none waits for another in a collective.
-    shared |= {
+    # sleeps, and none waits for another in a collective.
+    shared = {
         "NODE_RANK": "0",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port()),
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     return [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-def find_free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

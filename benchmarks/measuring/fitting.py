@@ -1,8 +1,7 @@
-"""A contender whose orders are whole fits of any model with any strategy; run as `python -m measuring.fitting`.
+"""Orders that are whole fits of any model with any strategy, and what other fits have in common with them.
 
-One process, or one for each rank, hosts all contenders in turn. The same program started again may be faster or slower
-by a quarter for as long as it lives, depending on where its memory happens to lie: two contenders that live in the same
-process share that luck, and each fit draws anew where its own tensors lie.
+One process, or one for each rank, hosts all contenders in turn, which share the luck of where its memory happens to
+lie; each fit draws anew where its own tensors lie.
 """
 
 import gc
@@ -18,9 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional
 
-import lightning_ddp_ext  # noqa: F401  registers our strategies
-from lightning_ddp_ext.distributed.exchange import destroy_group
-from measuring.models import CASES, Segmented, load_endlessly
+from measuring.models import CASES, Case, Segmented, load_endlessly
 from measuring.orders import WARM_UP, Orders
 from measuring.scenarios import Mode, difference_to_first_rank
 
@@ -61,20 +58,27 @@ class StepTimes(pl.Callback):
         return [end - start for start, end in itertools.pairwise(self.ends)][WARM_UP:]
 
 
-def make_trainer(strategy: str | Strategy, times: StepTimes, **options: Any) -> pl.Trainer:
-    """Return a Trainer on the CPU that does nothing but train."""
-    return pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
+def make_trainer(strategy: str | Strategy, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    """Return a Trainer, on the CPU unless the options say otherwise, that does nothing but train."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
         # Named, so that the variables of a cluster's job around us are not taken for ours.
-        plugins=[LightningEnvironment()],
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+        "plugins": [LightningEnvironment()],
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**defaults, **options})
+
+
+def build(case: Case, mode: Mode) -> nn.Module:
+    """Build the network of a case, whose activations are recomputed if the mode says so."""
+    torch.manual_seed(0)
+    network = case.build()
+    if isinstance(network, Segmented):
+        network.mode = mode
+    return network
 
 
 def check_ranks(module: pl.LightningModule, steps: int) -> None:
@@ -115,12 +119,11 @@ def fit(
     Raises:
         RuntimeError: If ranks are not identical afterwards.
     """
+    from lightning_ddp_ext.distributed.exchange import destroy_group  # registers our strategies
+
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
     chosen = CASES[case]
-    network = chosen.build()
-    if isinstance(network, Segmented):
-        network.mode = mode
+    network = build(chosen, mode)
     torch.manual_seed(1 + int(os.environ.get("LOCAL_RANK", 0)))
     module, loader = Classifier(network), load_endlessly(chosen.batch_size // ranks, chosen.shape)
     times = StepTimes()
@@ -139,7 +142,3 @@ def fit(
         check_ranks(module, len(times.ends))
         destroy_group()  # `balanced_dp` refuses processes of an earlier strategy
     orders.reply(times.counted)
-
-
-if __name__ == "__main__":
-    Orders().serve(fit)

@@ -1,4 +1,4 @@
-"""A contender whose two ranks may have different amounts of data; run as `python -m measuring.joining`.
+"""Orders to train two ranks that may have different amounts of data.
 
 The first rank has the most data and tells the time.
 """
@@ -126,7 +126,3 @@ def _prepare_accelerate(network: nn.Module, joining: ExitStack) -> nn.Module:
 
 
 _PREPARATIONS = {JOIN: _prepare_join, ACCELERATE: _prepare_accelerate}
-
-
-if __name__ == "__main__":
-    Orders().serve(train)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPJoinStrategy
+from measuring.fitting import make_trainer
 from tests.support.ports import free_port
 
 RANKS = 2
@@ -153,28 +154,13 @@ def _fit(rank: int, folder: Path, resume: bool, parent: Connection) -> str:
     features = torch.randn(_COUNTS[rank], 6, generator=generator)
     data = TensorDataset(features, features[:, :3].argmax(1))
     module = Classifier()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=DDPJoinStrategy(),
-        max_epochs=_EPOCHS,
-        val_check_interval=100,
-        limit_val_batches=5,
-        callbacks=[_Reporter(parent)],
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(
-        module,
-        DataLoader(data, _BATCH, shuffle=True),
-        DataLoader(data, 8),
-        ckpt_path="hpc" if resume else None,
-        weights_only=True if resume else None,
-    )
+    validating = {"val_check_interval": 100, "limit_val_batches": 5}
+    trainer = make_trainer(
+        DDPJoinStrategy(), _Reporter(parent), devices=RANKS, max_epochs=_EPOCHS, use_distributed_sampler=False,
+        default_root_dir=folder, plugins=[], **validating,
+    )  # fmt: skip
+    resumed = {"ckpt_path": "hpc", "weights_only": True} if resume else {}
+    trainer.fit(module, DataLoader(data, _BATCH, shuffle=True), DataLoader(data, 8), **resumed)
     return digest_of(module, trainer.optimizers[0])
 
 

@@ -1,16 +1,9 @@
 """Who is compared with `ddp_checkpoint`, and whether their gradients are right in each of the scenarios."""
 
-import faulthandler
 import inspect
-import json
-import multiprocessing
-import os
-import sys
-import tempfile
-import time
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from measuring.scenarios import SCENARIOS, Driver, Mode, Model, play
+from measuring.scenarios import SCENARIOS, Mode, Verdict, play
+from tests.support.processes import RankError, RankTimeoutError, run_processes
 
 OURS = "ddp_checkpoint"
 
@@ -64,12 +58,13 @@ class Wrapped:
 
 
 class Reduced:
-    """A scenario's driver with our reducer: one synchronisation per backward pass."""
+    """A scenario's driver with our reducer: one synchronisation per backward pass, with the weight of this rank."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
         self.forward = model
-        self._reducer = GradientReducer(model)
+        self.weight = 1.0
+        self._reducer = GradientReducer(model, **options)
         self._blocked = False
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -77,11 +72,11 @@ class Reduced:
         if self._blocked:
             loss.backward(retain_graph=retain_graph)
         else:
-            with self._reducer.synchronize():
+            with self._reducer.synchronize(self.weight):
                 loss.backward(retain_graph=retain_graph)
 
     @contextmanager
-    def no_sync(self) -> Any:
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without synchronising them."""
         self._blocked = True
         yield
@@ -108,65 +103,26 @@ class Outcome:
 
 
 def judge(name: str, scenario: str, mode: Mode, optimizer: str) -> Outcome:
-    """Play a scenario on processes of its own, which cost little: they are copies of one that has torch loaded.
+    """Play a scenario on processes of its own, and return the outcome that a user would meet.
 
     Args:
         name: Ours or a peer.
         scenario: The name of one of `SCENARIOS`.
         mode: How activations are recomputed.
         optimizer: A key of `Optimizers`.
-
-    Returns:
-        The worst outcome of any rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([GradientReducer.__module__, DistributedDataParallel.__module__])
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_play, args=(folder, rank, name, scenario, mode, optimizer), daemon=True)
-            for rank in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + HARD_LIMIT
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        ends = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-        return combine([_read_outcome(Path(folder) / str(rank), end) for rank, end in enumerate(ends)])
-
-
-def combine(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome that a user would meet: an error on any rank ends the others, too."""
-    return min(outcomes, key=lambda outcome: "EHDP".index(outcome.letter))
-
-
-def _read_outcome(file: Path, exit_code: int | None) -> Outcome:
-    if file.exists():
-        return Outcome(*json.loads(file.read_text()))
-    return Outcome("H") if exit_code is None else Outcome("E", f"ended with exit code {exit_code}")
-
-
-def _play(folder: str, rank: int, name: str, scenario: str, mode: Mode, optimizer: str) -> None:
-    faulthandler.dump_traceback_later(2 * HARD_LIMIT, exit=True)  # should nobody be left who kills us
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what torch says of an error is in the exception
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    chosen = next(one for one in SCENARIOS if one.name == scenario)
-
-    def connect_model(model: Model) -> Driver:
-        return connect(name, model)
-
     try:
-        verdict = play(chosen, mode, optimizer, connect_model)
-    except Exception as error:
-        outcome = ["E", str(error).strip().splitlines()[0][:_LONGEST]]
-    else:
-        outcome = ["P", ""] if verdict.passed else ["D", str(verdict)]
-    unfinished = Path(folder) / f"{rank}.part"
-    unfinished.write_text(json.dumps(outcome))
-    unfinished.replace(Path(folder) / str(rank))
-    os._exit(0)  # an orderly end may wait for collectives of other ranks
+        with redirect_stdout(None):  # what the ranks print
+            verdicts = run_processes(_play, RANKS, name, scenario, mode, optimizer, timeout=HARD_LIMIT)
+    except RankTimeoutError:
+        return Outcome("H")
+    except RankError as error:  # of any rank, which ends the others
+        return Outcome("E", str(error).splitlines()[0][:_LONGEST])
+    return next((Outcome("D", str(verdict)) for verdict in verdicts if not verdict.passed), Outcome("P"))
+
+
+def _play(name: str, scenario: str, mode: Mode, optimizer: str) -> Verdict:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    chosen = next(one for one in SCENARIOS if one.name == scenario)
+    return play(chosen, mode, optimizer, lambda model: connect(name, model))

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPJoinStrategy
+from measuring.fitting import make_trainer
 from measuring.leaving import Classifier, digest_of
 
 SAMPLES = 1200
@@ -50,18 +51,9 @@ def main(folder: Path, agents: int) -> None:
     data = TensorDataset(features, features[:, :3].argmax(1))
     module = Classifier()
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=EVERY, save_last=True, save_top_k=1)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=agents,
-        strategy=DDPJoinStrategy(),
-        max_epochs=1,
-        callbacks=[_Reporter(folder), saving],
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    options = {"num_nodes": agents, "max_epochs": 1, "default_root_dir": folder, "enable_checkpointing": True}
+    trainer = make_trainer(DDPJoinStrategy(), _Reporter(folder), saving, devices=devices, plugins=[], **options)
     trainer.fit(module, DataLoader(data, BATCH, shuffle=True), ckpt_path="last", weights_only=True)
     (folder / f"digest-{trainer.global_rank}").write_text(digest_of(module, trainer.optimizers[0]))
 

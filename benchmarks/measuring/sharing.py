@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
+from measuring.fitting import make_trainer
 from measuring.models import CASES, CLASSES
 
 RANKS = 2
@@ -116,11 +117,8 @@ def train(contender: Contender, work: str, steps: int) -> Network:
     batch_size = CASES[work].batch_size if work in CASES else SEQUENCES if "lengths" in work else BATCH
     module, data = Network(work, steps // 2), Samples(work, batch_size * steps)
     is_own_batch = contender in ("ddp", "ddp_join")
-    trainer = pl.Trainer(
-        strategy=contender if isinstance(contender, str) else BalancedDDPStrategy(**contender), accelerator="cpu",
-        devices=RANKS, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    strategy = contender if isinstance(contender, str) else BalancedDDPStrategy(**contender)
+    trainer = make_trainer(strategy, devices=RANKS, max_epochs=1, plugins=[])
     trainer.fit(module, DataLoader(data, batch_size // RANKS if is_own_batch else batch_size, collate_fn=collate))
     return module
 

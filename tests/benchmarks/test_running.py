@@ -18,10 +18,18 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def test_a_contender_that_fails_is_an_error_with_its_last_lines():
-    contender = Contender("measuring.missing", "argument")
-    with closing_all([contender]), pytest.raises(RuntimeError, match=r"(?s)measuring\.missing argument.*No module"):
-        contender.run(steps=1)
+def train(orders, steps):
+    orders.reply([1.0 / steps] * steps)
+
+
+def test_a_contender_reports_its_steps_and_one_that_fails_is_an_error_with_its_last_lines():
+    contender = Contender(train, ranks=2)
+    with closing_all([contender]):
+        for steps in (2, 4):
+            burst = contender.run(steps=steps)
+            assert (burst.steps, burst.mean) == (steps, 1.0 / steps)
+        with pytest.raises(RuntimeError, match=r"(?s)test_running\.train.*exit code 1.*ZeroDivisionError"):
+            contender.run(steps=0)
 
 
 @pytest.mark.exhaustive

@@ -1,12 +1,12 @@
 """The reducer on real processes, against one process with the batches of all ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
-from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
+from measuring.peers import Reduced
+from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, Verdict, play
 from torch import Tensor
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
@@ -15,29 +15,8 @@ from tests.support import devices
 from tests.support.processes import run_processes
 
 
-class Reduced:
-    """A scenario's driver with our reducer: one synchronisation per backward pass."""
-
-    def __init__(self, model: Model, equal_weights: bool = False) -> None:
-        self.model = model
-        self.forward = model
-        self.reducer = GradientReducer(model, bucket_cap_mb=0.0005)
-        self.weight = 1.0
-        self.blocked = False
-        self.equal_weights = equal_weights
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        if self.blocked:
-            loss.backward(retain_graph=retain_graph)
-            return
-        with self.reducer.synchronize(1.0 if self.equal_weights else self.weight):
-            loss.backward(retain_graph=retain_graph)
-
-    @contextmanager
-    def no_sync(self):
-        self.blocked = True
-        yield
-        self.blocked = False
+def connect(model: Model) -> Reduced:
+    return Reduced(model, bucket_cap_mb=0.0005)
 
 
 def weigh(run: Reduced, samples: int) -> None:
@@ -49,8 +28,8 @@ def uneven(rank: int) -> int:
 
 
 def play_matrix(
-    connect: Callable[[Model], Reduced] = Reduced, optimizers: Sequence[str] = tuple(Optimizers)
-) -> dict[tuple[str, str, str], object]:
+    weigh: Callable[[Reduced, int], None] = weigh, optimizers: Sequence[str] = tuple(Optimizers)
+) -> dict[tuple[str, str, str], Verdict]:
     torch.set_num_threads(1)
     with devices.tensors_on_device(devices.init_process_group()):
         return {
@@ -61,8 +40,8 @@ def play_matrix(
         }
 
 
-def play_matrix_with_equal_weights() -> dict[tuple[str, str, str], object]:
-    return play_matrix(lambda model: Reduced(model, equal_weights=True), tuple(Optimizers)[:1])
+def play_matrix_with_equal_weights() -> dict[tuple[str, str, str], Verdict]:
+    return play_matrix(lambda run, samples: None, tuple(Optimizers)[:1])
 
 
 class Fuzzed(torch.nn.Module):
