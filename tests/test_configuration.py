@@ -21,7 +21,6 @@ from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import lightning_ddp_ext
 from lightning_ddp_ext import (
     BalancedDataParallelStrategy,
     BalancedDDPStrategy,
@@ -38,8 +37,9 @@ from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf import schemas
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
+from tests.support.sources import PACKAGE, sources
 
-CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
+CONF = PACKAGE / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
 
 
@@ -101,8 +101,9 @@ def test_one_function_instantiates_and_trusts_the_targets_of_a_configuration(com
     monkeypatch.setattr(utils, "instantiate", lambda *args, **options: seen.append((args, options)))
     settings.instantiate(node, width=3)
     assert seen == [((node,), {"width": 3, "_execution_whitelist_": trusted})]
-    sources = {path: path.read_text() for path in Path(lightning_ddp_ext.__file__).parent.rglob("*.py")}
-    users = [path.name for path, text in sources.items() if re.search(r"(utils|hydra.*import.*) ?\.?instantiate", text)]
+    users = [
+        path.name for path, text in sources().items() if re.search(r"(utils|hydra.*import.*) ?\.?instantiate", text)
+    ]
     assert users == ["settings.py"]
 
 

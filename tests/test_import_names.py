@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +15,9 @@ import lightning_ddp_ext
 from lightning_ddp_ext import callbacks, fabric
 from lightning_ddp_ext._import_names import DISTRIBUTIONS, FABRICS, FIRST, LIBRARIES, SECOND
 from lightning_ddp_ext.conf.schemas import choose_lightning, use_lightning
+from tests.support.sources import PACKAGE, imports_of, trees
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.cpu_only("is about names")]
-
-PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
 
 def run(program, *arguments, limit=280, **options):
@@ -34,23 +32,14 @@ def run(program, *arguments, limit=280, **options):
 # ---------------------------------------------------------------- one list of names, twice
 
 
-def imports_of(statements):
-    return [ast.unparse(node) for node in statements]
-
-
 def test_both_lists_of_names_are_alike_and_no_other_module_imports_lightning():
     importing = set()
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        modules |= {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
-        if {str(module).partition(".")[0] for module in modules} & LIBRARIES:
+    for path, tree in trees().items():
+        if {name.partition(".")[0] for name in imports_of(tree)} & LIBRARIES:
             importing.add(path.name)
             (choice,) = (node for node in tree.body if isinstance(node, ast.If))
-            firsts = "\n".join(imports_of(choice.body))
-            assert firsts.replace(FIRST, SECOND).replace(FABRICS[FIRST], FABRICS[SECOND]) == "\n".join(
-                imports_of(choice.orelse)
-            )
+            firsts, seconds = ("\n".join(map(ast.unparse, part)) for part in (choice.body, choice.orelse))
+            assert firsts.replace(FIRST, SECOND).replace(FABRICS[FIRST], FABRICS[SECOND]) == seconds
     assert importing == {"_lightning.py", "lightning_names.py"}
 
 

@@ -1,15 +1,12 @@
 """The public names, and the order in which folders of the package import each other."""
 
-import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning_ddp_ext
 import lightning_ddp_ext.callbacks
-
-PACKAGE = Path(lightning_ddp_ext.__file__).parent
+from tests.support.sources import PACKAGE, imports_of, sources, trees
 
 
 def test_public_names_are_these():
@@ -53,17 +50,7 @@ def test_strategies_and_callbacks_import_neither_hydra_nor_rich():
 
 def test_no_kind_of_accelerator_is_a_special_case():
     special = re.compile(r"""torch\.cuda|["']cuda["']""")
-    files = [*PACKAGE.rglob("*.py")]
-    assert len(files) > 50
-    assert [path.name for path in files if special.search(path.read_text())] == []
-
-
-def imports_of(tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    assert [path.name for path, text in sources().items() if special.search(text)] == []
 
 
 UPSTREAM = ["lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"]
@@ -76,11 +63,9 @@ LAYERS = [
 
 
 def test_imports_follow_the_order_of_folders():
-    paths = sorted(PACKAGE.rglob("*.py"))
-    assert len(paths) > 50
     found = []
-    for path in paths:
-        tree, place = ast.parse(path.read_text()), path.relative_to(PACKAGE).with_suffix("")
+    for path, tree in trees().items():
+        place = path.with_suffix("")
         for name in imports_of(tree):
             package, folder, module = (*name.split("."), "", "")[:3]
             is_lightning = folder == "_lightning" or (folder == "_compat" and module.startswith("lightning"))

@@ -1,5 +1,6 @@
 """The controller moves samples until all replicas finish together."""
 
+import math
 import random
 from statistics import fmean
 
@@ -15,9 +16,11 @@ class Device:
         self.per_sample, self.fixed, self.noise = per_sample, fixed, noise
         self.random = random.Random(seed)
 
+    def usual(self, samples):
+        return self.fixed + samples * self.per_sample
+
     def seconds(self, samples):
-        spike = 1 + self.noise * self.random.random() ** 4
-        return (self.fixed + samples * self.per_sample) * spike
+        return self.usual(samples) * (1 + self.noise * self.random.random() ** 4)
 
 
 def run(controller, devices, steps, batch_size=64):
@@ -29,7 +32,7 @@ def run(controller, devices, steps, batch_size=64):
         decision = controller.observe(sizes, [d.seconds(n) for d, n in zip(devices, sizes, strict=True)])
         if decision is not None:
             decisions.append(decision)
-        times = [d.fixed + n * d.per_sample for d, n in zip(devices, controller.split_sizes(batch_size), strict=True)]
+        times = [d.usual(n) for d, n in zip(devices, controller.split_sizes(batch_size), strict=True)]
         imbalances.append(max(times) / fmean(times) - 1)
     return decisions, imbalances
 
@@ -108,6 +111,50 @@ def test_a_change_of_speed_is_followed_in_ten_batches_in_spite_of_noise(seed):
     _, imbalances = run(controller, devices, 40)
     assert imbalances[0] > 0.3
     assert max(imbalances[10:]) < 0.1
+
+
+class Rank(Device):
+    """Takes times of a normal distribution on a logarithmic scale; one batch in twenty takes up to twice as long."""
+
+    def seconds(self, samples):
+        slower = 1 + self.random.random() if self.random.random() < 0.05 else 1
+        return self.usual(samples) * math.exp(self.random.gauss(0, self.noise)) * slower
+
+
+def shortest(ranks, batch_size):
+    """Return the shortest time of a batch: each sample in turn goes to the rank that then needs the least time."""
+    sizes = [1] * len(ranks)
+    for _ in range(batch_size - len(ranks)):
+        number = min(range(len(ranks)), key=lambda one: ranks[one].usual(sizes[one] + 1))
+        sizes[number] += 1
+    return longest(ranks, sizes)
+
+
+def longest(ranks, sizes):
+    return max(rank.usual(samples) for rank, samples in zip(ranks, sizes, strict=True))
+
+
+def excess_after_ten_decisions(seed, number, monkeypatch):
+    """Return by how much the sizes of a controller of ranks of random speeds are slower than the best ones."""
+    numbers = random.Random(seed)
+    batch_size, noise = numbers.choice([32, 64, 128]), numbers.choice([0.02, 0.05, 0.1])
+    speeds = [numbers.uniform(1, 4) for _ in range(number)]
+    fixed = numbers.choice([0, 0.1, 0.3]) * batch_size / number * fmean(speeds)
+    ranks = [Rank(speed, fixed, noise, seed * number + rank) for rank, speed in enumerate(speeds)]
+    controller, decisions = BalanceController(number), []
+    decide = controller._decide
+    monkeypatch.setattr(controller, "_decide", lambda window: (decisions.append(1), decide(window))[1])
+    while len(decisions) < 10:
+        sizes = controller.split_sizes(batch_size)
+        controller.observe(sizes, [rank.seconds(samples) for rank, samples in zip(ranks, sizes, strict=True)])
+    return longest(ranks, controller.split_sizes(batch_size)) / shortest(ranks, batch_size) - 1
+
+
+@pytest.mark.parametrize(("ranks", "runs", "good"), [(2, 300, 0.95), (4, 100, 0.93)])
+def test_ten_decisions_find_the_best_division(ranks, runs, good, monkeypatch):
+    found = [excess_after_ten_decisions(seed, ranks, monkeypatch) for seed in range(runs)]
+    assert sum(one <= 0.03 for one in found) >= good * len(found)
+    assert max(found) <= 0.10
 
 
 def test_a_device_that_becomes_slower_later_is_noticed():

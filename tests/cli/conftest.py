@@ -22,3 +22,17 @@ def call_main(tmp_path, monkeypatch, capsys):
         return ended.value.code, capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def complaint(call_main):
+    """Run the command in this process, which has to refuse it without a traceback; returns the last line."""
+
+    def call(*arguments, **environ):
+        code, printed = call_main(*arguments, **environ)
+        assert (code, "Traceback" in printed.err) == (1, False), printed.err
+        line = printed.err.splitlines()[-1]
+        assert line.startswith("lightning-ddp-ext: ")
+        return line
+
+    return call

@@ -4,13 +4,11 @@ import ast
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
-import lightning_ddp_ext
+from tests.support.sources import PACKAGE, trees
 
-PACKAGE = Path(lightning_ddp_ext.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "private_names.md"
 UPSTREAM = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
 # Documented in spite of the underscore: Python's, Hydra's, and the dictionaries of an `nn.Module`.
@@ -26,15 +24,10 @@ def is_private(name):
     return re.fullmatch(r"_[^\W_]\w*", name) is not None
 
 
-def trees():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE), ast.parse(path.read_text())
-
-
 def own_names(folder=""):
     """Return the names that the package or one folder defines: functions, classes, variables and attributes."""
     found = set()
-    for tree in (tree for path, tree in trees() if path.parts[0].startswith(folder)):
+    for tree in (tree for path, tree in trees().items() if path.parts[0].startswith(folder)):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
@@ -72,7 +65,7 @@ def test_private_names_of_other_packages_are_used_in_compat_only():
     assert len(own) > 1000
     found = {
         f"{path}: {name}"
-        for path, tree in trees()
+        for path, tree in trees().items()
         if path.parts[0] != "_compat"
         for name in names_used(tree)
         if name not in own | DOCUMENTED
@@ -84,7 +77,7 @@ def test_classes_do_not_use_private_names_of_their_bases():
     """A name that the package defines, such as `_timeout`, may be one of a base class as well."""
     pytest.importorskip("lightning")  # the modules themselves import this name
     found, derived = set(), 0
-    for path, _ in trees():
+    for path in trees():
         if path.parts[0] in ("_compat", "pytorch_lightning") or path.stem == "__main__":
             continue
         module = ".".join([PACKAGE.name, *path.with_suffix("").parts]).removesuffix(".__init__")
@@ -110,7 +103,7 @@ def names_of_class(cls):
 
 
 def test_the_page_lists_the_private_names_that_are_used():
-    used = OVERRIDDEN.union(*(names_used(tree) for path, tree in trees() if path.parts[0] == "_compat"))
+    used = OVERRIDDEN.union(*(names_used(tree) for path, tree in trees().items() if path.parts[0] == "_compat"))
     own = own_names("_compat")
     listed = set(re.findall(r"`(?:\w+\.)*(_\w+)`", PAGE.read_text()))
     assert len(used) > 50

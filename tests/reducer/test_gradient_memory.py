@@ -18,20 +18,23 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self, model):
         super().__init__()
         self.parameters = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
-        self.sizes, self.peak = {}, 0
+        self.sizes, self.total, self.peak = {}, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.sizes |= {StorageWeakRef(storage): storage.nbytes() for storage in made}
-        for parameter in self.parameters:
-            self.sizes.pop(parameter, None)
-        self.peak = max(self.peak, self.alive())
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+            reference = StorageWeakRef(storage)
+            if reference not in self.parameters and reference not in self.sizes:
+                self.sizes[reference] = storage.nbytes()
+                self.total += storage.nbytes()
+        if self.total > self.peak:  # at most, since the total has freed storages too
+            self.peak = max(self.peak, self.alive())
         return result
 
     def alive(self):
         self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        return sum(self.sizes.values())
+        self.total = sum(self.sizes.values())
+        return self.total
 
 
 def measure(batches, keeps_gradients=False, **options):

@@ -1,12 +1,13 @@
 """Values logged in a step equal those of one device."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.support.training import Classifier, StepValues, balanced, batches, quiet_trainer, seeded
+from tests.support.training import Classifier, balanced, log_values
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:You called `self.log\(.*but the value needs to be floating"),
@@ -40,12 +41,13 @@ class Logging(Classifier):
         return loss
 
 
-def run(strategy, devices, module=Logging, **options):
-    values = StepValues()
-    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[values], **options)
-    trained = seeded(module)
-    trainer.fit(trained, batches())
-    return values.values, {name: float(value) for name, value in trainer.callback_metrics.items()}, trained
+def run(module, strategy="auto", devices=1):
+    """Return the values that are logged in every step, and at the end of training."""
+    _, steps, epoch = log_values(module, strategy, devices)
+    return steps, {name: float(value) for name, value in epoch.items()}
+
+
+run_alone = functools.cache(run)
 
 
 def loss_of(module, batch):
@@ -54,8 +56,8 @@ def loss_of(module, batch):
 
 @pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3), (None, 2)])
 def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
-    steps, epoch, _ = run(balanced(split=split), devices)
-    expected_steps, expected_epoch, _ = run("auto", 1)
+    steps, epoch = run(Logging, balanced(split=split), devices)
+    expected_steps, expected_epoch = run_alone(Logging)
     assert epoch == pytest.approx(expected_epoch, abs=1e-9)
     assert len(epoch) > 20
     for values, expected in zip(steps, expected_steps, strict=True):
@@ -63,8 +65,8 @@ def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
 
 
 def test_the_test_fails_when_chunks_have_equal_weights():
-    _, epoch, _ = run(balanced(split=[2, 6], weight_by="equal"), 2)
-    _, expected, _ = run("auto", 1)
+    _, epoch = run(Logging, balanced(split=[2, 6], weight_by="equal"), 2)
+    _, expected = run_alone(Logging)
     assert abs(epoch["both_epoch"] - expected["both_epoch"]) > 1e-3
 
 
@@ -92,8 +94,8 @@ class Whole(Classifier):
 
 @pytest.mark.filterwarnings("ignore:`self.log.*logs the mean over the replicas of whole")
 def test_whole_numbers_and_truth_values_equal_those_of_one_device():
-    steps, epoch, _ = run(balanced([2, 6]), 2, Whole)
-    expected_steps, expected_epoch, _ = run("auto", 1, Whole)
+    steps, epoch = run(Whole, balanced([2, 6]), 2)
+    expected_steps, expected_epoch = run(Whole)
     assert len(epoch) == 14
     means = ("text", "function", "dictionary", "expected")
     for values, expected in zip([*steps, epoch], [*expected_steps, expected_epoch], strict=True):
@@ -114,7 +116,7 @@ def warnings_of(step, split):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        values, _, _ = run(balanced(split), 2, Warned)
+        values, _ = run(Warned, balanced(split), 2)
     texts = [str(warning.message) for warning in caught if str(warning.message).startswith("`self.log(")]
     return {text.split("'")[1]: text for text in texts}, len(texts), values
 
@@ -163,7 +165,7 @@ def test_a_value_that_cannot_be_logged_is_refused_with_its_key(value):
             return loss_of(self, batch)
 
     with pytest.raises(ValueError, match=r"self\.log\(phase, .*was called, but"):
-        run(balanced([2, 6]), 2, Wrong)
+        run(Wrong, balanced([2, 6]), 2)
 
 
 def test_batch_sizes_that_count_something_in_each_chunk_may_agree_by_chance():
@@ -182,8 +184,8 @@ def test_batch_sizes_that_count_something_in_each_chunk_may_agree_by_chance():
             return loss
 
     strategy = balanced(split=[4, 4], weight_by=count)
-    steps, epoch, _ = run(strategy, 2, Boxes)
+    steps, epoch = run(Boxes, strategy, 2)
     assert any(one == other for one, other in zip(agreed[::2], agreed[1::2], strict=True))
-    expected_steps, expected_epoch, _ = run("auto", 1, Boxes)
+    expected_steps, expected_epoch = run(Boxes)
     assert epoch == pytest.approx(expected_epoch, abs=1e-9)
     assert steps == [pytest.approx(step, abs=1e-9) for step in expected_steps]

@@ -1,5 +1,6 @@
 """The module's metrics equal those of one device, whichever replicas update them."""
 
+import functools
 import threading
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from tests.support.training import CLASSES, Classifier, StepValues, balanced, batches, quiet_trainer, seeded, train
+from tests.support.training import CLASSES, Classifier, balanced, batches, log_values, seeded, train
 
 
 class OwnMetric(torchmetrics.Metric):
@@ -98,30 +99,18 @@ class Measured(Collecting):
         return loss
 
 
-def run(model, strategy, devices):
-    steps = StepValues()
-    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[steps])
-    module = seeded(model)
-    trainer.fit(module, batches(32 if model is Multioutput else 27))
-    return module, steps.values, {**getattr(module, "results", {}), **trainer.callback_metrics}
+def run(model, strategy="auto", devices=1):
+    """Return the module, the values that it logs in every step, and its results and metrics at the end."""
+    module, steps, metrics = log_values(model, strategy, devices, 32 if model is Multioutput else 27)
+    return module, steps, {**getattr(module, "results", {}), **metrics}
 
 
-@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([7, 1], 2), ([2, 3, 3], 3)])
-def test_metrics_equal_one_device(split, devices):
-    module, _, found = run(Measured, balanced(split), devices)
-    expected_module, _, expected = run(Measured, "auto", 1)
-    assert found.keys() == expected.keys()
-    assert len(expected) > 14
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
-    assert module.counts == expected_module.counts
-    assert module.grouped.compute_groups == expected_module.grouped.compute_groups
-    assert len(module.grouped.compute_groups) < 3
+run_alone = functools.cache(run)
 
 
 def test_the_test_fails_when_a_mean_is_not_weighted():
     _, _, found = run(Measured, balanced([2, 6], weight_by="equal"), 2)
-    assert abs(found["scalar"] - run(Measured, "auto", 1)[2]["scalar"]) > 1e-4
+    assert abs(found["scalar"] - run_alone(Measured)[2]["scalar"]) > 1e-4
 
 
 def test_metrics_with_hooks_bound_to_the_module_are_copied():
@@ -172,16 +161,6 @@ class LogsForwardValues(Classifier):
         return functional.cross_entropy(logits, labels)
 
 
-@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets", "ignore:Average precision score")
-@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3)])
-def test_values_returned_by_forward_are_logged_for_the_whole_batch(split, devices):
-    _, values, _ = run(LogsForwardValues, balanced(split), devices)
-    _, expected, _ = run(LogsForwardValues, "auto", 1)
-    assert len(expected[-1]) > 25
-    for step, expected_step in zip(values, expected, strict=True):
-        assert step == pytest.approx(expected_step, abs=1e-9)
-
-
 class Ratio(torchmetrics.Metric):
     """A sum of values divided by their number, as the ELBO of a variational autoencoder."""
 
@@ -218,18 +197,6 @@ class Composed(Collecting):
         self.log_dict({"sum": self.sum, "part": self.parts[1]}, on_epoch=True, on_step=False)
         self.log("value", self.called(**totals))
         return losses.mean()
-
-
-@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3)])
-def test_composed_metrics_of_sums_equal_one_device(split, devices):
-    _, values, found = run(Composed, balanced(split), devices)
-    _, expected_values, expected = run(Composed, "auto", 1)
-    assert {"sum", "part", "called", "value"} <= expected.keys()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
-    for step, expected_step in zip(values, expected_values, strict=True):
-        assert step == pytest.approx(expected_step, abs=1e-9)
 
 
 def test_metrics_outside_of_the_module_tree_are_warned_about():
@@ -365,11 +332,28 @@ class Multioutput(Collecting):
         return functional.cross_entropy(logits, labels)
 
 
-@pytest.mark.parametrize("model", [CalledInManyWays, Multioutput])
-@pytest.mark.parametrize(("split", "devices"), [([1, 1], 2), ([2, 3, 3], 3)])
-def test_metrics_equal_one_device_however_a_step_calls_them(model, split, devices):
-    (_, _, found), (_, _, expected) = run(model, balanced(split), devices), run(model, "auto", 1)
+FEW, EACH = [(2, 6), (0, 8), (2, 3, 3)], [(1, 1), (2, 3, 3)]
+# The splits with which each module is trained, and at least how many values it has at the end.
+MODELS = {
+    Measured: ([*FEW, (7, 1)], 15), LogsForwardValues: (FEW, 26), Composed: (FEW, 4), CalledInManyWays: (EACH, 15),
+    Multioutput: (EACH, 4),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets", "ignore:Average precision score")
+@pytest.mark.parametrize(
+    ("model", "split"), [(model, split) for model, (every, _) in MODELS.items() for split in every]
+)
+def test_metrics_and_values_returned_by_forward_equal_one_device_however_a_step_calls_them(model, split):
+    module, steps, found = run(model, balanced(split), len(split))
+    alone, steps_alone, expected = run_alone(model)
     assert found.keys() == expected.keys()
-    assert len(expected) >= len(model.names) > 3
+    assert len(expected) >= MODELS[model][1]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    for step, step_alone in zip(steps, steps_alone, strict=True):
+        assert step == pytest.approx(step_alone, abs=1e-9)
+    if model is Measured:
+        assert module.counts == alone.counts
+        assert module.grouped.compute_groups == alone.grouped.compute_groups
+        assert len(module.grouped.compute_groups) < 3

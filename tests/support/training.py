@@ -216,6 +216,17 @@ def compare(
     return single, parallel
 
 
+def log_values(
+    build: Callable[[], LightningModule], strategy: Any = "auto", devices: int = 1, samples: int = 27
+) -> tuple[LightningModule, list[dict[str, float]], dict[str, Tensor]]:
+    """Train two epochs; return the module, the values after every step, and the tensors that are logged at the end."""
+    steps = StepValues()
+    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[steps])
+    module = seeded(build)
+    trainer.fit(module, batches(samples))
+    return module, steps.values, dict(trainer.callback_metrics)
+
+
 def relative_difference(tensors: list[Tensor], references: list[Tensor]) -> float:
     """Largest difference of a tensor to its reference, relative to the reference's norm."""
     assert len(tensors) == len(references) > 0
