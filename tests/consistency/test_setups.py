@@ -1,15 +1,11 @@
 """Ranks with different modules or settings learn it before they train, with the value of each rank."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments, describe_module, describe_versions
 from lightning_ddp_ext.errors import ReplicaMismatchError
-from tests.support.processes import run_processes
-
-pytestmark = pytest.mark.timeout(240)
 
 
 class Network(nn.Module):
@@ -60,7 +56,6 @@ SETUPS = {
 
 def compare_all(odd_rank):
     """Return the message of each comparison, None for equal setups."""
-    dist.init_process_group("gloo")
     messages = {}
     for name, descriptions in SETUPS.items():
         try:
@@ -73,13 +68,6 @@ def compare_all(odd_rank):
 
 MODULE = "Build the same module on every rank, with the same parameters frozen."
 PREFIX = "ranks are not set up alike: "
-
-
-@pytest.fixture(scope="module")
-def two():
-    first, second = run_processes(compare_all, 2, odd_rank=1, timeout=180)
-    assert first == second
-    return first
 
 
 def test_modules_versions_and_arguments_that_differ_are_named_and_equal_ones_are_not(two):
@@ -99,19 +87,21 @@ def test_modules_versions_and_arguments_that_differ_are_named_and_equal_ones_are
         " rank 0 but {a} on rank 1; and 1 more. Give the strategy the same arguments on every rank.",
         "own": "seed is 1 on rank 0 but 2 on rank 1. Make it equal on every rank.",
     }
-    assert {name: two[name] for name in expected} == {
+    (_, found), (_, second) = two
+    assert found == second
+    assert {name: found[name] for name in expected} == {
         name: message and f"{PREFIX}{message}" for name, message in expected.items()
     }
-    assert two.keys() - expected == {"width", "tied"}
+    assert found.keys() - expected == {"width", "tied"}
     first = "parameter `first.weight` is float32 [3, 2] trained on rank 0 but float32 [4, 2] trained on rank 1; "
-    assert two["width"].startswith(f"{PREFIX}{first}parameter `first.bias` is ")
-    assert two["width"].endswith(f"; and 4 more. {MODULE}")
+    assert found["width"].startswith(f"{PREFIX}{first}parameter `first.bias` is ")
+    assert found["width"].endswith(f"; and 4 more. {MODULE}")
     tied = "parameter `again.weight` is float32 [2, 3] trained on rank 0 but float32 [2, 3] trained, the same as"
-    assert tied in two["tied"]
+    assert tied in found["tied"]
 
 
-def test_the_ranks_of_each_value_are_named():
-    messages = run_processes(compare_all, 3, odd_rank=0, timeout=180)
+def test_the_ranks_of_each_value_are_named(three):
+    messages = [of_rank for _, of_rank in three]
     assert messages[0] == messages[1] == messages[2]
     named = "parameter `first.bias` is float32 [3] frozen on rank 0 but float32 [3] trained on ranks 1, 2."
     assert messages[0]["frozen"] == f"{PREFIX}{named} {MODULE}"

@@ -196,22 +196,29 @@ def test_data_that_asks_for_anything_else_is_refused():
     assert "antigravity" not in sys.modules
 
 
-def exchange():
-    """Receive from rank 1 of two, and gather from both."""
+def exchange_and_scatter():
+    """Receive from rank 1 of three and gather from all; scatter from one rank. After errors, ranks still agree."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     value = {**sendable(), "opaque": Opaque(), "inner": [Opaque()]} if rank == 1 else None
     data = broadcast_bytes(pack(value).data if rank == 1 else None, dist.group.WORLD, 1)
-    return *unpack(data), broadcast_object((rank, "b"), None, 1), gather_objects({rank: rank * "long "})
+    exchanged = *unpack(data), broadcast_object((rank, "b"), None, 1), gather_objects({rank: rank * "long "})
+    return exchanged, scatter_several(rank)
 
 
-def test_ranks_receive_a_value():
-    for received, skipped, broadcast, gathered in run_processes(exchange, 2, timeout=180):
+@pytest.fixture(scope="module")
+def exchanged():
+    """What each rank has received, and what was scattered to it."""
+    return run_processes(exchange_and_scatter, 3, timeout=180)
+
+
+def test_ranks_receive_a_value(exchanged):
+    for (received, skipped, broadcast, gathered), _ in exchanged:
         assert skipped == {"['opaque']": "Opaque", "['inner'][0]": "Opaque"}
         assert name_skipped(skipped) == "`Opaque` at `['opaque']` and 1 more"
         assert same({**sendable(), "opaque": None, "inner": [None]}, received)
         assert broadcast == (1, "b")
-        assert gathered == [{0: ""}, {1: "long "}]
+        assert gathered == [{0: ""}, {1: "long "}, {2: "long long "}]
 
 
 def test_numbers_are_known_if_every_rank_knows_its_own():
@@ -232,10 +239,7 @@ def scatter(rank, objects, source=0):
         return f"{type(error).__name__}: {error}"
 
 
-def scatter_several():
-    """Scatter from one rank of three; after errors, ranks still agree."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def scatter_several(rank):
     ragged = [{"rows": torch.ones(size)} for size in (0, 3, 1000)]
     pair = dist.new_group([0, 2])
     within = scatter_objects(["a", "b"] if rank == 2 else None, 1, pair) if rank != 1 else None
@@ -250,9 +254,8 @@ def scatter_several():
     ]
 
 
-def test_each_rank_gets_its_object_or_every_rank_an_error():
-    by_rank = run_processes(scatter_several, 3, timeout=180)
-    for rank, (found, *errors, last, within) in enumerate(by_rank):
+def test_each_rank_gets_its_object_or_every_rank_an_error(exchanged):
+    for rank, (_, (found, *errors, last, within)) in enumerate(exchanged):
         assert len(found["rows"]) == (0, 3, 1000)[rank]
         wrong, opaque, nothing, source = errors
         assert wrong.startswith(

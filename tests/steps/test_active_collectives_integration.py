@@ -198,8 +198,8 @@ LOCAL = {
 }  # fmt: skip
 
 
-def run_cases() -> tuple[list[dict[str, Any]], tuple[float, float]]:
-    """Run each case on the active ranks; returns results and errors, and sums over all ranks afterwards."""
+def run_cases() -> tuple[list[dict[str, Any]], tuple[float, float], tuple[list[float], int, int]]:
+    """Run each case on the active ranks; returns results and errors, and sums over all ranks and groups afterwards."""
     dist.ProcessGroup.all_shuffle = lambda group: "shuffled"  # type: ignore[attr-defined]
     dist.all_shuffle = lambda value: after(dist.all_reduce, value)  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
@@ -232,7 +232,8 @@ def run_cases() -> tuple[list[dict[str, Any]], tuple[float, float]]:
             dist.all_reduce(of(rank), group=own)  # the joined rank takes part in this one
     else:
         dist.all_reduce(torch.zeros(()), group=own)
-    return found, (after(dist.all_reduce, of(rank)).item(), dist.all_shuffle(of(rank)).item())
+    totals = after(dist.all_reduce, of(rank)).item(), dist.all_shuffle(of(rank)).item()
+    return found, totals, use_many_groups(rank)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def test_a_collective_that_needs_a_joined_rank_raises_on_every_active_rank(found
 
 
 def test_without_redirection_the_same_collective_is_among_all_ranks(found):
-    assert [totals for _, totals in found] == [(6, 6)] * 3
+    assert [totals for _, totals, _ in found] == [(6, 6)] * 3
 
 
 def test_every_public_function_of_torch_has_a_case_or_needs_no_other_rank():
@@ -276,13 +277,10 @@ def names_in(code: Any) -> set[str]:
     return set(code.co_names).union(*nested)
 
 
-def use_many_groups() -> tuple[list[float], int, int]:
+def use_many_groups(rank: int) -> tuple[list[float], int, int]:
     """Prepare sets of ranks in turn as on a device; returns sums, the most groups at a time, and waits for a device."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     waits: list[torch.device] = []
     torch.accelerator.synchronize = waits.append  # type: ignore[assignment]
-    rank = dist.get_rank()
     collectives = ActiveRankCollectives(dist.new_group(), device=torch.device("meta"))
     groups = dist.distributed_c10d._world.pg_names
     before, most, reduced = len(groups), 0, []
@@ -296,7 +294,7 @@ def use_many_groups() -> tuple[list[float], int, int]:
     return reduced, most, len(waits)
 
 
-def test_one_further_group_exists_at_a_time_and_is_made_when_the_device_is_idle():
-    found = run_processes(use_many_groups, 3, timeout=60)
-    assert [reduced for reduced, _, _ in found] == [[3, 3, 4, 1] * 5, [3, 3, 5, 2] * 5, [4, 5, 3] * 5]
-    assert [numbers for _, *numbers in found] == [[1, 6 * 5]] * 3
+def test_one_further_group_exists_at_a_time_and_is_made_when_the_device_is_idle(found):
+    groups = [of_rank for _, _, of_rank in found]
+    assert [reduced for reduced, _, _ in groups] == [[3, 3, 4, 1] * 5, [3, 3, 5, 2] * 5, [4, 5, 3] * 5]
+    assert [numbers for _, *numbers in groups] == [[1, 6 * 5]] * 3

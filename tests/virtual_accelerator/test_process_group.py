@@ -14,16 +14,16 @@ from tests.support.processes import RankError, run_processes
 pytestmark = pytest.mark.usefixtures("virtual_devices")
 
 
-def start():
+def start(program, *arguments):
+    """Run a program on the device of this rank."""
     virtual_accelerator.load()
     device = torch.device("virtual", int(os.environ["RANK"]))
     torch.accelerator.set_device_index(device)
     dist.init_process_group("virtual_ccl", device_id=device)
-    return device
+    return program(device, *arguments)
 
 
-def collectives():
-    device = start()
+def collectives(device):
     rank, size = dist.get_rank(), dist.get_world_size()
     own, parts = torch.full((2,), float(rank), device=device), torch.arange(2.0 * size, device=device)
     total, mean, copy, reduced, chunk, received = (own.clone() for _ in range(6))
@@ -53,17 +53,22 @@ def collectives():
     return result
 
 
+def right_programs(device):
+    """Return the results of programs whose wrong variants raise."""
+    return collectives(device), read_result(device, True), reduce_in_two_groups(device, True)
+
+
 def test_collectives_have_their_results_and_the_host_does_not_wait_for_them():
     both = {"total": [1, 1], "mean": [0.5, 0.5], "copy": [1, 1], "gathered": [0, 0, 1, 1], "flat": [0, 0, 1, 1]}
     both |= {"doubled": [2, 2]}
-    assert run_processes(collectives, 2) == [
-        {**both, "chunk": [0, 2], "reduced": [1, 1]},
-        {**both, "chunk": [4, 6], "received": [1, 1]},
+    assert run_processes(start, 2, right_programs) == [
+        ({**both, "chunk": [0, 2], "reduced": [1, 1]}, 4, 6),
+        ({**both, "chunk": [4, 6], "received": [1, 1]}, 4, 6),
     ]
 
 
-def read_result(waits):
-    tensor = torch.ones(2, device=start())
+def read_result(device, waits):
+    tensor = torch.ones(2, device=device)
     work = dist.all_reduce(tensor, async_op=True)
     if waits:
         work.wait()
@@ -71,15 +76,13 @@ def read_result(waits):
 
 
 def test_a_result_is_read_only_after_wait():
-    assert run_processes(read_result, 2, True) == [4, 4]
     with pytest.raises(
         RankError, match=r"race: `aten::sum` on stream 0 .*written last by `ALLREDUCE of 2 Float in group 0"
     ):
-        run_processes(read_result, 2, False)
+        run_processes(start, 2, read_result, False)
 
 
-def reduce_in_two_groups(same_order):
-    device = start()
+def reduce_in_two_groups(device, same_order):
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     if not same_order and dist.get_rank() == 1:
         groups.reverse()
@@ -91,17 +94,15 @@ def reduce_in_two_groups(same_order):
 
 
 def test_ranks_call_the_collectives_of_all_groups_in_one_order():
-    assert run_processes(reduce_in_two_groups, 2, True) == [6, 6]
     names = r"`ALLREDUCE of \d Float in group \d`"
     with pytest.raises(
         RankError,
         match=rf"ranks \[0, 1\] call collectives in different orders: rank \d calls {names} .*; rank \d calls {names}",
     ):
-        run_processes(reduce_in_two_groups, 2, False)
+        run_processes(start, 2, reduce_in_two_groups, False)
 
 
-def refused():
-    device = start()
+def refused(device):
     found = []
     for tensor in (torch.ones(1), torch.ones(1, device="virtual:3"), torch.ones(1, device=device, dtype=torch.int16)):
         dist.all_reduce(torch.ones(1, device=device))
@@ -112,15 +113,14 @@ def refused():
 
 
 def test_tensors_that_nccl_refuses_are_refused():
-    assert run_processes(refused, 2)[1] == [
+    assert run_processes(start, 2, refused)[1] == [
         "No backend type associated with device type cpu",
         "virtual_ccl: group 0 is not on virtual:3",
         "virtual_ccl: tensors must be virtual, dense and of a type that NCCL has, got virtualShortType",
     ]
 
 
-def wait_for_absent_rank():
-    device = start()
+def wait_for_absent_rank(device):
     if dist.get_rank() == 1:
         time.sleep(2)  # its end would end the other's wait with an error
         return True
@@ -132,4 +132,4 @@ def wait_for_absent_rank():
 
 
 def test_abort_ends_the_wait_for_an_absent_rank():
-    assert run_processes(wait_for_absent_rank, 2) == [True, True]
+    assert run_processes(start, 2, wait_for_absent_rank) == [True, True]
