@@ -3,7 +3,6 @@
 import csv
 import io
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,25 @@ def fit(strategy, devices, report, **options):
     trainer.fit(Classifier(), DataLoader(dataset(11), batch_size=8))
 
 
+def read_rows(path, column=None):
+    """Return the rows of a CSV file, or those that have a value in a column."""
+    with path.open() as file:
+        return [row for row in csv.DictReader(file) if column is None or row[column]]
+
+
+def printed_table(report):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.table())
+    return console.file.getvalue()
+
+
+def check_idle_shares(records):
+    """Compare the idle shares of the replicas or ranks with their times in one batch."""
+    longest = max(record.seconds for record in records)
+    assert longest > 0
+    assert [one.idle_share for one in records] == pytest.approx([1 - one.seconds / longest for one in records])
+
+
 def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path, capsys):
     report = BalanceReport(tmp_path / "new" / "replicas.csv")
     fit(BalancedDataParallelStrategy(gpu0_batch_size=1), 3, report)
@@ -33,12 +51,8 @@ def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path, caps
     assert [record.batch for record in report.records] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert all(record.seconds > 0 for record in report.records)
     for batch in range(4):
-        of_batch = [record for record in report.records if record.batch == batch]
-        slowest = max(record.seconds for record in of_batch)
-        assert [r.idle_share for r in of_batch] == pytest.approx([1 - r.seconds / slowest for r in of_batch])
-    with report.path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["chunk"]) for row in rows] == [record.chunk for record in report.records]
+        check_idle_shares([record for record in report.records if record.batch == batch])
+    assert [int(row["chunk"]) for row in read_rows(report.path)] == [record.chunk for record in report.records]
     assert "medians of the last 4 batches" in capsys.readouterr().out
 
 
@@ -47,12 +61,11 @@ def test_the_table_has_the_work_of_each_replica(capsys):
     report = BalanceReport(table=False)
     fit(BalancedDataParallelStrategy(gpu0_batch_size=0), 2, report)
     assert "medians" not in capsys.readouterr().out
-    console = Console(file=io.StringIO(), width=100)
-    console.print(report.table())
-    idle, busy = (line.split() for line in console.file.getvalue().splitlines() if "cpu" in line)
+    table = printed_table(report)
+    idle, busy = (line.split() for line in table.splitlines() if "cpu" in line)
     assert idle == ["│", "0", "│", "cpu", "│", "0", "│", "0.0", "ms", "│", "100%", "│", "shared", "│"]
     assert (busy[5], busy[10]) == ("5.5", "0%")  # batches of 8 and 3
-    assert "peak memory of the process" in console.file.getvalue()
+    assert "peak memory of the process" in table
     fit(BalancedDataParallelStrategy(), 4, report)  # each training starts a new report
     assert len(report.records) == 16
     assert {record.replica for record in report.records} == {0, 1, 2, 3}
@@ -61,19 +74,17 @@ def test_the_table_has_the_work_of_each_replica(capsys):
 def test_the_table_has_the_peak_of_each_device(virtual_devices):
     report = BalanceReport(table=False)
     fit(BalancedDataParallelStrategy(), 2, report)
-    console = Console(file=io.StringIO(), width=100)
-    console.print(report.table())
-    rows = [line.split() for line in console.file.getvalue().splitlines() if "virtual:" in line]
+    table = printed_table(report)
+    rows = [line.split() for line in table.splitlines() if "virtual:" in line]
     assert [(row[3], row[-2]) for row in rows] == [("virtual:0", "GiB"), ("virtual:1", "GiB")]
-    assert "peak memory of the process" not in console.file.getvalue()
+    assert "peak memory of the process" not in table
 
 
 def test_values_are_logged_with_those_of_the_step(tmp_path):
     report = BalanceReport(table=False)
     logger = CSVLogger(tmp_path, name=None, version="")
     fit(BalancedDataParallelStrategy(split=[1, 3]), 2, report, logger=logger, log_every_n_steps=2)
-    with (tmp_path / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["replica_0/samples"]]
+    rows = read_rows(tmp_path / "metrics.csv", "replica_0/samples")
     # Batches of 8 and 3 in turn; Lightning logs every second step.
     assert [(row["step"], row["replica_0/samples"], row["replica_1/samples"]) for row in rows] == [
         ("1", "1.0", "2.0"),
@@ -91,12 +102,9 @@ def report_shares(folder):
     for name, options in SHARED.items():
         callback, path = BalanceReport(Path(folder) / name / "replicas.csv"), Path(folder) / name
         logger = CSVLogger(path, name=None, version="")
-        windows = 2 if name == "accumulated" else 1
-        fit(
-            BalancedDDPStrategy(**options), 2, callback, logger=logger, log_every_n_steps=1,
-            accumulate_grad_batches=windows,
-        )  # fmt: skip
-        found[name] = [asdict(record) for record in callback.records]
+        logging = {"logger": logger, "log_every_n_steps": 1, "accumulate_grad_batches": 1 + (name == "accumulated")}
+        fit(BalancedDDPStrategy(**options), 2, callback, **logging)
+        found[name] = callback.records
     return found
 
 
@@ -109,20 +117,15 @@ def test_every_rank_records_the_shares_and_times_of_all_ranks(tmp_path, capsys):
     for name in SHARED:
         records = found[0][name]
         assert records == found[1][name]
-        assert [record["chunk"] for record in records] == chunks[name]
-        assert [record["batch"] for record in records] == batches[name]
-        assert [record["replica"] for record in records] == [0, 1] * (len(records) // 2)
+        assert [record.chunk for record in records] == chunks[name]
+        assert [record.batch for record in records] == batches[name]
+        assert [record.replica for record in records] == [0, 1] * (len(records) // 2)
         for pair in zip(records[::2], records[1::2], strict=True):
-            longest = max(record["seconds"] for record in pair)
-            assert longest > 0
-            assert [one["idle_share"] for one in pair] == pytest.approx([1 - one["seconds"] / longest for one in pair])
-        with (tmp_path / name / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["replica_0/samples"]]
-        logged = [float(row[f"replica_{rank}/samples"]) for row in rows for rank in range(2)]
-        assert logged == chunks[name]
-        with (tmp_path / name / "replicas.csv").open() as file:
-            assert [int(row["chunk"]) for row in csv.DictReader(file)] == chunks[name]
-    assert {record["seconds"] for record in found[0]["accumulated"][::2]} == {0.0}  # rank 0 had no sample
+            check_idle_shares(pair)
+        logged = read_rows(tmp_path / name / "metrics.csv", "replica_0/samples")
+        assert [float(row[f"replica_{rank}/samples"]) for row in logged for rank in range(2)] == chunks[name]
+        assert [int(row["chunk"]) for row in read_rows(tmp_path / name / "replicas.csv")] == chunks[name]
+    assert {record.seconds for record in found[0]["accumulated"][::2]} == {0.0}  # rank 0 had no sample
     printed = capsys.readouterr().out
     assert printed.count("Ranks, medians of the last") == 2
     assert printed.count("GiB") == 4
@@ -168,7 +171,7 @@ class Uneven(Classifier):
 
 
 def report(folder):
-    """Train for two epochs; return the records, the logged rows and the warnings."""
+    """Train for two epochs; return the records and the warnings."""
     callback = JoinReport(log=True)
     logger = CSVLogger(folder, name=None, version="")
     options = {"precision": "64-true", "max_epochs": 2, "callbacks": [callback], "use_distributed_sampler": False}
@@ -176,38 +179,24 @@ def report(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Uneven())
-    rows = []
-    if trainer.is_global_zero:
-        with (Path(folder) / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["rank_0/batches"]]
-    return {
-        "records": [asdict(record) for record in callback.records],
-        "idle": [record.idle_share for record in callback.records],
-        "warnings": [str(one.message) for one in caught if "had no data" in str(one.message)],
-        "rows": rows,
-    }
+    return callback.records, [str(one.message) for one in caught if "had no data" in str(one.message)]
 
 
 def test_every_rank_records_the_steps_of_all_ranks(tmp_path, capsys):
-    found = run_processes(report, 2, str(tmp_path), timeout=120)
-    counted = [
-        {name: record[name] for name in ("epoch", "rank", "batches", "samples", "shadow_steps")}
-        for record in found[0]["records"]
-    ]
-    assert counted == [
-        {"epoch": epoch, "rank": rank, "batches": batches, "samples": SAMPLES[rank], "shadow_steps": shadow_ranks}
-        for epoch in range(2)
-        for rank, (batches, shadow_ranks) in enumerate([(6, 0), (2, 4)])
-    ]
-    assert found[0]["records"] == found[1]["records"]
-    for record, idle in zip(found[0]["records"], found[0]["idle"], strict=True):
-        assert (record["shadow_seconds"] > 0) == (record["rank"] == 1)
-        assert record["shadow_seconds"] <= record["seconds"]
-        assert idle == pytest.approx(record["shadow_seconds"] / record["seconds"])
-    (warning,) = found[0]["warnings"]
+    (records, (warning,)), (of_other_rank, warnings_of_other_rank) = run_processes(
+        report, 2, str(tmp_path), timeout=120
+    )
+    counted = [(one.epoch, one.rank, one.batches, one.samples, one.shadow_steps) for one in records]
+    assert counted == [(epoch, *of_rank) for epoch in range(2) for of_rank in ((0, 6, 22, 0), (1, 2, 6, 4))]
+    assert records == of_other_rank
+    for record in records:
+        assert (record.shadow_seconds > 0) == (record.rank == 1)
+        assert record.shadow_seconds <= record.seconds
+        assert record.idle_share == pytest.approx(record.shadow_seconds / record.seconds)
     assert warning.startswith("rank 1 had no data for")
-    assert found[1]["warnings"] == []
-    assert [float(row["rank_1/shadow_steps"]) for row in found[0]["rows"]] == [4, 4]
+    assert warnings_of_other_rank == []
+    rows = read_rows(tmp_path / "metrics.csv", "rank_0/batches")
+    assert [float(row["rank_1/shadow_steps"]) for row in rows] == [4, 4]
     printed = capsys.readouterr().out
     assert printed.count("shadow steps") == 1
 
@@ -215,9 +204,7 @@ def test_every_rank_records_the_steps_of_all_ranks(tmp_path, capsys):
 def test_the_table_has_a_row_per_epoch_and_rank():
     report = JoinReport()
     report.records += [RankRecord(0, 0, 9, 72, 0, 0.0, 2.0), RankRecord(0, 1, 4, 30, 5, 0.5, 2.0)]
-    console = Console(file=io.StringIO(), width=100)
-    console.print(report.table())
-    rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines() if "%" in line]
+    rows = [line.replace("│", " ").split() for line in printed_table(report).splitlines() if "%" in line]
     assert rows == [["0", "0", "9", "72", "0", "0.00", "0%"], ["1", "4", "30", "5", "0.50", "25%"]]
 
 

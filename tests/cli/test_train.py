@@ -10,7 +10,6 @@ import pytest
 import torch
 from hydra.types import RunMode
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
@@ -23,6 +22,7 @@ from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 from lightning_ddp_ext.cli.validate import check_run, has_process_group, prepare_config
 from lightning_ddp_ext.errors import ClusterError
 from tests.cli.commands import command
+from tests.support.training import quiet_trainer
 
 SCRIPT = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
@@ -156,10 +156,8 @@ def test_the_configuration_is_readable_by_the_owner_only(tmp_path):
 
 def test_a_requeued_job_without_a_checkpoint_starts_from_the_beginning(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    trainer = Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[ModelCheckpoint(tmp_path / "checkpoints")],
-    )  # fmt: skip
+    callbacks = [ModelCheckpoint(tmp_path / "checkpoints")]
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=1, enable_checkpointing=True, callbacks=callbacks)
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         trainer.fit(BoringModel(), ckpt_path=checkpoint_to_resume(None, trainer))
     assert trainer.global_step == 1
@@ -170,10 +168,8 @@ def test_the_launch_shows_model_data_and_checkpoint(tmp_path, capsys):
     def launch(path):
         summary = LaunchSummary(tmp_path, "single")
         summary.resumes = path
-        trainer = Trainer(
-            default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[summary, ModelCheckpoint(tmp_path / "checkpoints", "last")],
-        )  # fmt: skip
+        callbacks = [summary, ModelCheckpoint(tmp_path / "checkpoints", "last")]
+        trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=1, enable_checkpointing=True, callbacks=callbacks)
         trainer.fit(BoringModel(), datamodule=BoringDataModule(), ckpt_path=path)
         return " ".join(capsys.readouterr().out.split())
 

@@ -36,11 +36,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.lockstep_source import RankedLoader
 from lightning_ddp_ext.loaders.samplers import UnpaddedSamplerWrapper
 from lightning_ddp_ext.strategies import balanced_dp
-
-
-def make_trainer(**options):
-    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    return Trainer(**{"accelerator": "cpu", "devices": 1, "logger": False, **quiet, **options})
+from tests.support.training import quiet_trainer
 
 
 def test_strategies_use_these_private_names_of_lightning_only():
@@ -65,7 +61,7 @@ def test_strategies_use_these_private_names_of_lightning_only():
 
 
 def test_lightning_handles_signals_where_that_is_replaced():
-    trainer = make_trainer()
+    trainer = quiet_trainer()
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(Trainer._run)
     assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
@@ -84,7 +80,7 @@ def test_lightning_handles_signals_where_that_is_replaced():
 
 
 def test_the_loop_is_asked_before_each_batch(tmp_path):
-    trainer = make_trainer(max_steps=3, default_root_dir=tmp_path)
+    trainer = quiet_trainer(max_steps=3, default_root_dir=tmp_path)
     asked = []
     with ExitStack() as cleanup:
         lightning_loops.before_each_batch(cleanup, trainer, lambda: asked.append(trainer.global_step) is None)
@@ -124,7 +120,7 @@ def test_a_module_takes_on_a_device():
 
 
 def test_a_batch_of_each_loader_is_distinguished_from_a_list_of_samples():
-    trainer = make_trainer()
+    trainer = quiet_trainer()
     for iterables, mode, expected in (
         ([1, 1], "min_size", True),
         ([1, 1], "sequential", False),
@@ -139,7 +135,7 @@ def test_a_batch_of_each_loader_is_distinguished_from_a_list_of_samples():
 
 
 def test_logged_steps_and_steps_without_a_backward_pass_are_known():
-    trainer = make_trainer(log_every_n_steps=2)
+    trainer = quiet_trainer(log_every_n_steps=2)
     loop = trainer.fit_loop.epoch_loop
     trainer.training = True
     for steps, logs in ((1, True), (2, False)):
@@ -216,19 +212,19 @@ class Failing(Callback):
 
 def test_an_error_passes_the_context_of_a_launch_before_callbacks_see_it():
     events.clear()
-    trainer = make_trainer(strategy="ddp", callbacks=[Failing()])
+    trainer = quiet_trainer(strategy="ddp", callbacks=[Failing()])
     lightning.surround_launch(trainer.strategy.launcher, surround, copy.copy)
     with pytest.raises(RuntimeError, match="explained"):
         trainer.fit(BoringModel())
     assert events == ["surrounded", RuntimeError]
-    launcher = make_trainer(strategy="ddp_spawn", devices=2).strategy.launcher
+    launcher = quiet_trainer(strategy="ddp_spawn", devices=2).strategy.launcher
     lightning.surround_launch(launcher, surround, copy.copy)
     copied = pickle.loads(pickle.dumps(launcher.launch))
     assert (copied.args[1:], type(copied.args[0])) == ((surround, copy.copy), type(launcher))
 
 
 def test_loops_ask_a_source_for_their_loaders():
-    trainer = make_trainer(fast_dev_run=2)
+    trainer = quiet_trainer(fast_dev_run=2)
     asked = []
 
     def replace(given, is_training):
@@ -252,13 +248,13 @@ def test_the_progress_is_known_in_every_hook_that_saves():
     hooks = ("on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end")
     callback = type("Looking", (Callback,), {hook: looking(hook) for hook in hooks})()
     options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    make_trainer(**options, callbacks=[callback]).fit(BoringModel())
+    quiet_trainer(**options, callbacks=[callback]).fit(BoringModel())
     done = ["step", "step", "step", "validation", "epoch"]
     assert found == [*zip((hooks[0], *hooks), done, strict=True)]
 
 
 def test_a_run_may_begin_at_the_end_of_an_epoch():
-    trainer = make_trainer(limit_train_batches=3, fast_dev_run=3)
+    trainer = quiet_trainer(limit_train_batches=3, fast_dev_run=3)
     trainer.fit(BoringModel())
     loop = trainer.fit_loop.epoch_loop
     assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
@@ -272,7 +268,7 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
 
 
 def test_loaders_are_shown_to_lightning_before_it_injects_samplers(monkeypatch):
-    trainer = make_trainer(fast_dev_run=1)
+    trainer = quiet_trainer(fast_dev_run=1)
     shown = []
 
     def show(loader):
@@ -300,7 +296,7 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers(monkeypatch):
 
 def test_the_loader_of_the_loop_and_its_mode_are_found():
     found = []
-    trainer = make_trainer(fast_dev_run=1)
+    trainer = quiet_trainer(fast_dev_run=1)
     original = trainer.strategy.batch_to_device
 
     def batch_to_device(*args, **kwargs):
@@ -317,7 +313,7 @@ def test_the_loader_of_the_loop_and_its_mode_are_found():
 
 
 def test_combined_loaders_save_their_state_and_wrapped_samplers_are_recognised():
-    source = inspect.getsource(type(make_trainer().fit_loop))
+    source = inspect.getsource(type(quiet_trainer().fit_loop))
     assert "_combined_loader._state_dicts()" in source
     assert "_combined_loader._load_state_dicts(" in source
     wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
@@ -333,7 +329,7 @@ def test_loaders_are_kept_and_predictions_merged():
             seen.append(list(batch_indices))
 
     module, loader = BoringModel(), DataLoader(range(4), 2)
-    trainer = make_trainer(callbacks=[Writer()])
+    trainer = quiet_trainer(callbacks=[Writer()])
     module.predict_step = lambda batch, batch_idx: batch.tolist()
     seen = []
 
@@ -373,9 +369,9 @@ def test_batches_of_a_loader_of_predictions_are_replaced():
         (DataLoader(torch.arange(3), batch_size=None), [0, 1, 2], [2, 0], [2, 0]),
     ):
         Replacing.rest = rest
-        assert make_trainer(strategy=Replacing("cpu")).predict(module, loader) == wanted
+        assert quiet_trainer(strategy=Replacing("cpu")).predict(module, loader) == wanted
         assert seen.pop() == drawn
-    make_trainer(strategy=Replacing("cpu")).predict(module, [torch.ones(1)])
+    quiet_trainer(strategy=Replacing("cpu")).predict(module, [torch.ones(1)])
     assert seen == [None]
 
 
@@ -390,7 +386,7 @@ def test_batch_hooks_of_evaluation_are_silenced():
             called.append(str(exception))
 
     recording = Recording()
-    module, trainer = BoringModel(), make_trainer(callbacks=[recording, recording])
+    module, trainer = BoringModel(), quiet_trainer(callbacks=[recording, recording])
     module.on_validation_batch_start = lambda *_: called.append("hook")
     trainer.strategy.connect(module)
 
@@ -409,7 +405,7 @@ def test_batch_hooks_of_evaluation_are_silenced():
 
 
 def test_manual_steps_are_counted_where_expected():
-    trainer = make_trainer()
+    trainer = quiet_trainer()
     trainer.strategy.connect(module := BoringModel())
     module.automatic_optimization = False
     progress = lightning_loops.manual_step_progress(trainer)
@@ -425,7 +421,7 @@ class Logging(BoringModel):
 
 
 def test_logging_is_followed_and_described():
-    trainer = make_trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=0)
     events, described = [], []
 
     @contextmanager

@@ -7,7 +7,7 @@ from queue import Queue
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
@@ -17,6 +17,7 @@ from lightning_ddp_ext.loaders.step_loader import Participation
 from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.steps.logged_values import LoggedValues
 from tests.support.fake_group import run_ranks
+from tests.support.training import quiet_trainer
 
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
 
@@ -26,10 +27,7 @@ class Rank:
 
     def __init__(self, group, is_training=True):
         self.group = group
-        self.trainer = Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        self.trainer = quiet_trainer()
         self.trainer.state.fn = TrainerFn.FITTING if is_training else TrainerFn.VALIDATING
         self.trainer.training, self.trainer.validating = is_training, not is_training
         self.results = self.trainer._results
