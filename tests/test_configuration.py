@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,6 +36,7 @@ from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf import schemas
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
+from tests.support.programs import run_python
 from tests.support.sources import PACKAGE, sources
 
 CONF = PACKAGE / "conf"
@@ -350,10 +350,7 @@ def test_the_documented_application_runs(tmp_path):
         (["strategy.gpu0_batch_size=8"], "BalancedDataParallelStrategy\n"),
         (["strategy=ddp_join", "process_group=gloo", "network=loopback"], "DDPJoinStrategy\n"),
     ):
-        command = [sys.executable, "train.py", *overrides]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        assert printed in done.stdout
+        assert printed in run_python("train.py", *overrides, cwd=tmp_path).stdout
 
 
 @pytest.mark.slow
@@ -367,8 +364,7 @@ def test_a_foreign_application_that_has_nothing_else_composes_before_the_package
         "    node = compose('app')\n"
         "print(sorted(node), node.strategy.process_group_backend, node.strategy.timeout)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "['strategy'] None 1800"
+    assert run_python("-c", program).stdout.strip() == "['strategy'] None 1800"
 
 
 CLI_OPTIONS = [

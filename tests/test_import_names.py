@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -15,18 +14,15 @@ import lightning_ddp_ext
 from lightning_ddp_ext import callbacks, fabric
 from lightning_ddp_ext._import_names import DISTRIBUTIONS, FABRICS, FIRST, LIBRARIES, SECOND
 from lightning_ddp_ext.conf.schemas import choose_lightning, use_lightning
+from tests.support.programs import run_python
 from tests.support.sources import PACKAGE, imports_of, trees
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.cpu_only("is about names")]
 
 
-def run(program, *arguments, limit=280, **options):
+def run(*arguments, env=None, **options):
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, **options.pop("env", {})}
-    command = [sys.executable, *program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(*arguments, env={"PYTHONPATH": path, **(env or {})}, **options)
 
 
 # ---------------------------------------------------------------- one list of names, twice
@@ -75,7 +71,7 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_the_other_lightning_is_refused_with_a_remedy(case):
     program, expected = OTHERS[case]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
+    done = run("-W", "ignore", "-c", program, code=1)
     assert done.stderr.strip().splitlines()[-1] == expected
 
 
@@ -168,7 +164,8 @@ STATEMENTS = [
 @pytest.mark.slow
 def test_an_import_without_lightning_says_what_to_install():
     def messages(*missing):
-        return run(["-c", WITHOUT.format(missing=set(missing)) + IMPORTS.format(statements=STATEMENTS)]).splitlines()
+        program = WITHOUT.format(missing=set(missing)) + IMPORTS.format(statements=STATEMENTS)
+        return run("-c", program).stdout.splitlines()
 
     message = "`lightning_ddp_ext` needs Lightning, and neither `{}` nor `{}` is installed. Run `pip install {}` or"
     neither = messages(*LIBRARIES)
@@ -179,14 +176,14 @@ def test_an_import_without_lightning_says_what_to_install():
     assert firsts == ["ok", "ok"]
     assert second.startswith(f"`lightning_ddp_ext` already works for `{FIRST}`")
     missing = WITHOUT.format(missing={"pytorch_lightning", "lightning_fabric"})
-    (line,) = run(["-c", missing + IMPORTS.format(statements=STATEMENTS[2:])]).splitlines()
+    (line,) = run("-c", missing + IMPORTS.format(statements=STATEMENTS[2:])).stdout.splitlines()
     assert line.startswith("`pytorch_lightning` is not installed. Run `pip install pytorch-lightning`, or import from")
 
 
 def test_the_command_without_lightning_says_what_to_install():
     program = f"{WITHOUT.format(missing=set(LIBRARIES))}\nfrom lightning_ddp_ext.__main__ import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (1, "")
+    done = run("-c", program, code=1)
+    assert done.stdout == ""
     assert done.stderr.startswith("lightning-ddp-ext: `lightning_ddp_ext` needs Lightning, and neither `lightning` nor")
     assert done.stderr.count("\n") == 1
 
@@ -194,14 +191,14 @@ def test_the_command_without_lightning_says_what_to_install():
 def test_the_version_report_needs_nothing_that_works(tmp_path):
     for name in ("torch", "lightning", "pytorch_lightning", "hydra", "torchmetrics"):
         (tmp_path / f"{name}.py").write_text("raise OSError('libcudart.so.12 is missing')")
-    lines = run(["-m", "lightning_ddp_ext", "--version"]).splitlines()
+    lines = run("-m", "lightning_ddp_ext", "--version").stdout.splitlines()
     assert lines[0] == f"lightning-ddp-ext {lightning_ddp_ext.__version__}"
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}." in lines[1]
     assert [line.split(" ")[0] for line in lines[2:6]] == ["torch", "lightning", "pytorch-lightning", "torchmetrics"]
     assert lines[-3].startswith(f"torch {torch.__version__} is built for ")
     assert lines[-1].startswith("backends: gloo")
     path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    broken = run(["-m", "lightning_ddp_ext", "--version"], env={"PYTHONPATH": path}).splitlines()
+    broken = run("-m", "lightning_ddp_ext", "--version", env={"PYTHONPATH": path}).stdout.splitlines()
     assert broken[: len(lines) - 3] == lines[:-3]
     assert broken[len(lines) - 3 :] == ["torch cannot be used: OSError: libcudart.so.12 is missing"]
 
@@ -265,7 +262,7 @@ def train(folder, lightning, start):
     method, imported = STARTS[start]
     begin = f"import importlib, sys\nfor name in {imported.split()!r}:\n    importlib.import_module(name)\n"
     (folder / "start.py").write_text(f"{begin}import program\nif __name__ == '__main__':\n    program.main({method!r})")
-    run(["start.py"], cwd=folder)
+    run("start.py", cwd=folder)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("program*.json"))]
 
 
@@ -312,16 +309,9 @@ lightning_ddp_ext.nonsense
 def test_a_type_checker_knows_the_classes_of_both_packages(tmp_path):
     (tmp_path / "typed.py").write_text(TYPED)
     (tmp_path / "mistyped.py").write_text(MISTYPED)
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={tmp_path}/cache"]
-    environment = {**os.environ, "MYPYPATH": str(PACKAGE.parent)}
-    done = subprocess.run(
-        [*command, "typed.py", "mistyped.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    options = ["--strict", "--no-error-summary", f"--cache-dir={tmp_path}/cache"]
+    environment = {"MYPYPATH": str(PACKAGE.parent)}
+    done = run("-m", "mypy", *options, "typed.py", "mistyped.py", code=1, cwd=tmp_path, env=environment)
     errors = [line for line in done.stdout.splitlines() if "typed.py" in line and ": error: " in line]
     assert [int(line.split(":")[1]) for line in errors if line.startswith("mistyped.py")] == [4, 7, 8, 9, 10]
     assert [line for line in errors if line.startswith("typed.py")] == []

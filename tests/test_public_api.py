@@ -1,11 +1,10 @@
 """The public names, and the order in which folders of the package import each other."""
 
 import re
-import subprocess
-import sys
 
 import lightning_ddp_ext
 import lightning_ddp_ext.callbacks
+from tests.support.programs import run_python
 from tests.support.sources import PACKAGE, imports_of, sources, trees
 
 
@@ -42,10 +41,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"hydra", "omega
 
 
 def test_strategies_and_callbacks_import_neither_hydra_nor_rich():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=False, cwd=PACKAGE.parent
-    )
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stdout + done.stderr
+    assert run_python("-c", IMPORTS, cwd=PACKAGE.parent).stdout == "[]\n"
 
 
 def test_no_kind_of_accelerator_is_a_special_case():

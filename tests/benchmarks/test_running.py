@@ -1,10 +1,7 @@
 """Processes that host contenders, and the benchmarks' commands in runs that are as short as they can be."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,8 @@ from measuring.joining import ACCELERATE
 from measuring.memory import ONE
 from measuring.models import TINY
 from measuring.peers import OURS
+
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -36,8 +35,7 @@ def test_a_contender_reports_its_steps_and_one_that_fails_is_an_error_with_its_l
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join", "balanced_dp"])
 def test_a_benchmark_leaves_tables_pictures_and_numbers(tmp_path, strategy):
-    command = [sys.executable, BENCHMARKS / "steps.py", strategy, "--quick", "--output", tmp_path]
-    subprocess.run(command, capture_output=True, timeout=580, check=True, cwd=tmp_path)
+    run_python(BENCHMARKS / "steps.py", strategy, "--quick", "--output", tmp_path, limit=580, cwd=tmp_path)
     assert {"tables.txt", "results.json", "ratios.png", "ratios.svg"} <= {path.name for path in tmp_path.iterdir()}
     assert "…" not in (tmp_path / "tables.txt").read_text()
     results = json.loads((tmp_path / "results.json").read_text())
@@ -51,8 +49,8 @@ def test_a_benchmark_leaves_tables_pictures_and_numbers(tmp_path, strategy):
 @pytest.mark.timeout(600)
 def test_peers_are_judged_and_memory_is_measured(tmp_path):
     output = tmp_path / "values.json"
-    command = [sys.executable, BENCHMARKS / "ddp_checkpoint.py", "--quick", "--output", output]
-    assert "right of 12" in subprocess.run(command, capture_output=True, text=True, timeout=580, check=True).stdout
+    done = run_python(BENCHMARKS / "ddp_checkpoint.py", "--quick", "--output", output, limit=580)
+    assert "right of 12" in done.stdout
     results = json.loads(output.read_text())
     assert {one["letter"] for one in results["peers"] if one["who"] == OURS} == {"P"}
     assert results["memory"][OURS][ONE]["peak"] <= 1.05
@@ -61,8 +59,7 @@ def test_peers_are_judged_and_memory_is_measured(tmp_path):
 
 @pytest.mark.slow
 def test_the_tree_is_paired_with_a_commit_and_a_peer():
-    command = [sys.executable, BENCHMARKS / "regress.py", "HEAD", "--cells", "small MLP / ddp", "--starts", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    done = run_python(BENCHMARKS / "regress.py", "HEAD", "--cells", "small MLP / ddp", "--starts", 1)
     rows = [line for line in done.stdout.splitlines() if line.startswith("ddp_join, small MLP / ddp")]
     assert len(rows) == 1
     assert len(re.findall(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", rows[0])) == 3
@@ -71,9 +68,7 @@ def test_the_tree_is_paired_with_a_commit_and_a_peer():
 @pytest.mark.slow
 def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
     output = tmp_path / "counts.json"
-    command = [sys.executable, BENCHMARKS / "preemption.py", "--signals", "4", "--output", output]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(BENCHMARKS / "preemption.py", "--signals", 4, "--output", output)
     counts = json.loads(output.read_text())
     assert counts["signals"] == counts["clean ends"] == counts["loadable checkpoints"] == 4
     assert counts["chains that ended as the whole run"] == counts["chains that came to their end"]
@@ -83,7 +78,7 @@ def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
 @pytest.mark.timeout(600)
 def test_ranks_that_share_a_batch_are_measured(tmp_path):
     output = tmp_path / "values.json"
-    command = [sys.executable, BENCHMARKS / "balanced_ddp.py", "--rounds", "1", "--steps", "40", "--output", output]
-    subprocess.run(command, capture_output=True, timeout=580, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    options = ["--rounds", 1, "--steps", 40, "--output", output]
+    run_python(BENCHMARKS / "balanced_ddp.py", *options, limit=580, env={"PYTHONPATH": str(ROOT)})
     values = json.loads(output.read_text())
     assert len(values["unequal"]["auto"]) == len(values[TINY]["balanced_dp"]) == len(values["steps after a swap"]) == 1

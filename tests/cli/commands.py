@@ -1,23 +1,13 @@
 """The command in a process of its own, and classes of a person who uses it."""
 
-import os
-import subprocess
-import sys
+from tests.support.programs import run_python
 
-COMMAND = [sys.executable, "-m", "lightning_ddp_ext"]
+COMMAND = ["-m", "lightning_ddp_ext"]
 
 
-def command(folder, *overrides, limit=180, umask=-1, **environment):
-    return subprocess.run(
-        [*COMMAND, *overrides],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "120", **environment},
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-        umask=umask,
-    )
+def command(folder, *overrides, code=0, limit=180, umask=-1, **environment):
+    environment = {"COLUMNS": "120", **environment}
+    return run_python(*COMMAND, *overrides, code=code, cwd=folder, limit=limit, umask=umask, env=environment)
 
 
 def run_folder(folder):

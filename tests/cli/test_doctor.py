@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from lightning_ddp_ext.cli.doctor import (
 from tests.distributed import rank_programs, rank_server
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
+from tests.support.programs import run_python
 
 LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -269,15 +269,8 @@ def test_the_failed_step_is_named_once_within_the_limit(outcomes):
 
 @pytest.mark.slow
 def test_the_ranks_of_torchrun_are_healthy_and_print_one_table(tmp_path):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_ddp_ext",
-        "doctor", "strategy=ddp", CPU,
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **WIDE, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_ddp_ext"]
+    done = run_python(*launched, "doctor", "strategy=ddp", CPU, cwd=tmp_path, env={**WIDE, "OMP_NUM_THREADS": "1"})
     found = Printed.parse(done.stdout)
     found.check_healthy("(ranks 0, 1)")
     assert "known from TorchElasticEnvironment" in found.rows["settings"][0]

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_ddp_ext.cli import train
 from tests.cli.commands import OWN, command, names_setting
+from tests.support.programs import run_python
 
 # Mistakes that are refused before torch and Lightning are imported, which takes seconds, and others.
 EARLY = {
@@ -121,10 +122,7 @@ for line in sys.stdin.read().splitlines():
 @pytest.mark.cpu_only("is about imports")
 def test_a_mistake_ends_with_one_line_that_names_the_setting_and_some_before_torch_and_lightning_are_imported(tmp_path):
     lines = ["--help", *EARLY, *LATE]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, input="\n".join(lines), capture_output=True, text=True,
-        timeout=280, check=True,
-    )  # fmt: skip
+    done = run_python("-c", PROGRAM, cwd=tmp_path, input="\n".join(lines))
     printed = dict(zip(lines, done.stdout.splitlines(), strict=True))
     assert re.match(r"0 \d+ \[\] lightning-ddp-ext trains a model", printed.pop("--help"))
     for overrides, line in printed.items():
@@ -161,8 +159,7 @@ def test_a_damaged_checkpoint_ends_with_one_line_under_a_strategy_of_lightning_t
 
 
 def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
-    done = command(tmp_path, "strategy.gpu0_batchsize=2")
-    assert done.returncode == 1
+    done = command(tmp_path, "strategy.gpu0_batchsize=2", code=1)
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -170,8 +167,7 @@ def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
 
 @pytest.mark.slow
 def test_the_traceback_of_a_mistake_is_printed_on_request(tmp_path):
-    done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
-    assert done.returncode == 1
+    done = command(tmp_path, "strategy.split=[1,2,3]", code=1, HYDRA_FULL_ERROR="1")
     assert "Traceback (most recent call last)" in done.stderr
 
 
@@ -181,9 +177,14 @@ def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
         OWN.replace("loss = self", "raise ArithmeticError('own bug')\n        loss = self")
     )
     done = command(
-        tmp_path, "model=custom", "model._target_=mine.Net", "+model.width=2", "data=custom", "data._target_=mine.Data"
+        tmp_path,
+        "model=custom",
+        "model._target_=mine.Net",
+        "+model.width=2",
+        "data=custom",
+        "data._target_=mine.Data",
+        code=1,
     )
-    assert done.returncode == 1
     assert "ArithmeticError: own bug" in done.stderr
     assert 'mine.py", line' in done.stderr
     assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr

@@ -1,8 +1,5 @@
 """Sweeps on one node."""
 
-import subprocess
-import sys
-
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
@@ -11,6 +8,7 @@ from omegaconf import OmegaConf
 
 from lightning_ddp_ext import DDPJoinStrategy, UnsupportedFeatureError
 from tests.cli.commands import command
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,9 +35,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def sweep(folder, *overrides):
+def sweep(folder, *overrides, code=0):
     (folder / "recording.py").write_text(RECORDING)
-    return command(folder, "-m", *SMALL, *overrides, limit=600, OMP_NUM_THREADS="1")
+    return command(folder, "-m", *SMALL, *overrides, code=code, limit=600, OMP_NUM_THREADS="1")
 
 
 def ranks_of_jobs(folder):
@@ -54,8 +52,7 @@ def names_of(world_size):
 
 @pytest.mark.slow
 def test_every_job_has_separate_processes_configuration_and_folder(tmp_path):
-    done = sweep(tmp_path, "strategy=ddp_join,balanced_dp", "trainer.devices=2")
-    assert done.returncode == 0, done.stderr
+    sweep(tmp_path, "strategy=ddp_join,balanced_dp", "trainer.devices=2")
     found = ranks_of_jobs(tmp_path / "runs")
     assert [*found.values()] == [*map(names_of, (2, 1))]
     configs = [OmegaConf.load(job / "config.yaml") for job in found]
@@ -67,8 +64,7 @@ def test_every_job_has_separate_processes_configuration_and_folder(tmp_path):
 
 @pytest.mark.slow
 def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
-    done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2", "+model.fails=true,false")
-    assert done.returncode == 1
+    done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2", "+model.fails=true,false", code=1)
     assert "ArithmeticError: own bug of rank 1" in done.stderr
     message = done.stderr.splitlines()[-1]
     assert message.startswith("lightning-ddp-ext: job 0 of the sweep, `")
@@ -141,7 +137,5 @@ if __name__ == "__main__":
 def test_the_remedy_for_other_applications_is_right(tmp_path):
     (tmp_path / "recording.py").write_text(RECORDING)
     (tmp_path / "other.py").write_text(OTHER)
-    command = [sys.executable, "other.py", "-m", "+devices=2,3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("other.py", "-m", "+devices=2,3", cwd=tmp_path, limit=600)
     assert [*ranks_of_jobs(tmp_path / "multirun").values()] == [names_of(2), names_of(3)]

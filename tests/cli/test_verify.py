@@ -86,5 +86,4 @@ def data():
 def test_a_module_of_the_other_import_name_is_verified(tmp_path):
     (tmp_path / "mine.py").write_text(PROGRAM)
     done = command(tmp_path, "verify", "mine:Model", "--data", "mine:data")
-    assert done.returncode == 0, done.stderr
     assert 'Use Trainer(strategy="balanced_ddp").' in done.stdout

@@ -1,11 +1,14 @@
-"""Run whole programs on ranks that have torch and Lightning imported, several in one launch of `run_on_ranks`."""
+"""Run whole programs: in processes of their own, or on ranks that have torch and Lightning imported."""
 
 import contextlib
 import io
 import os
 import runpy
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,6 +18,18 @@ from lightning_ddp_ext.distributed.exchange import destroy_group
 
 # Variables that a program of one process does not find.
 UNLAUNCHED = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def run_python(
+    *arguments: object, code: int | None = 0, limit: float = 280.0, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with `env` added to the environment; fails unless it exits with a code, None for any."""
+    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, **(env or {})}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=limit, check=False, **options
+    )
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def run_program(path: str, port: int | None, folder: str) -> str:
