@@ -25,9 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from measuring.command import start_parser
-from measuring.comparison import format_ratio
-from measuring.estimates import FEWEST, estimate_to_json
+from measuring.estimates import FEWEST, estimate_to_json, format_ratio
 from measuring.fitting import Classifier, make_trainer
 from measuring.models import CASES as SMALL_CASES
 from measuring.models import MANY
@@ -356,7 +354,7 @@ def describe(name: str, measurement: Measurement, work: Mapping[str, DeviceWork]
 
 def main() -> None:
     """Measure the cases and write `results.json` after each, with the lines of a page."""
-    parser = start_parser(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accelerator", default="cuda", help="another one to see whether it works")
     parser.add_argument("--rounds", type=int, default=12, help=f"at most; at least {FEWEST}")
     parser.add_argument("--seconds", type=float, default=10, help="for the rounds of a case beyond the first ones")

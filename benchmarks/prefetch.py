@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from measuring.command import print_with_load, start_parser
-from measuring.comparison import format_ratio, make_columns
-from measuring.estimates import FEWEST, estimate_median
+from measuring.comparison import make_columns
+from measuring.estimates import FEWEST, estimate_median, format_ratio
 from measuring.fitting import make_trainer
 from rich.table import Table
 from torch import Tensor, nn

@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 from measuring.command import start_parser
-from measuring.comparison import format_ratio, make_columns
+from measuring.comparison import make_columns
 from measuring.contender import Contender, closing_all
-from measuring.estimates import estimate_median
+from measuring.estimates import estimate_median, format_ratio
 from measuring.models import DEEP, MANY, SMALL, SMALL_CONV
 from measuring.rounds import order_of
 from measuring.turns import fit

@@ -8,10 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from measuring.estimates import FEWEST, Estimate, estimate_to_json
+from measuring.estimates import FEWEST, NOT_SOUND, Estimate, estimate_to_json, format_ratio
 from measuring.rounds import MOST_BY_OTHERS, Measurement
-
-NOT_SOUND = "too noisy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +83,6 @@ def make_columns(title: str, first: str, *others: str, **options: Any) -> Table:
     for other in others:
         table.add_column(other, justify="right", no_wrap=True)
     return table
-
-
-def format_ratio(estimate: Estimate | None, factor: float = 1.0) -> str:
-    """Write a median with its interval, both multiplied by a factor."""
-    if estimate is None:
-        return NOT_SOUND
-    return f"{factor * estimate.median:.2f} [{factor * estimate.low:.2f}, {factor * estimate.high:.2f}]"
 
 
 def _milliseconds(comparison: Comparison, name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CONFIDENCE = 0.95
+NOT_SOUND = "too noisy"
 FEWEST = 6  # values, below which no two of them enclose the median with that confidence
 
 
@@ -50,3 +51,10 @@ def _choose_tail(count: int) -> int:
 def estimate_to_json(estimate: Estimate | None) -> dict[str, Any] | None:
     """Return the numbers of an estimate by name."""
     return None if estimate is None else asdict(estimate)
+
+
+def format_ratio(estimate: Estimate | None, factor: float = 1.0) -> str:
+    """Write a median with its interval, both multiplied by a factor."""
+    if estimate is None:
+        return NOT_SOUND
+    return f"{factor * estimate.median:.2f} [{factor * estimate.low:.2f}, {factor * estimate.high:.2f}]"

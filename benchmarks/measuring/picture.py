@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring.estimates import Estimate
+from measuring.estimates import Estimate, format_ratio
 
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 _TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -66,9 +66,10 @@ def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, la
     axis.errorbar(medians, rows, xerr=spans, fmt="o", color=colour, capsize=4, label=label)
     # The numbers stand in a column of their own, where no interval can cross them.
     for row, ratio in enumerate(ratios):
-        text = "too noisy" if ratio is None else f"{ratio.median:.2f}  [{ratio.low:.2f}, {ratio.high:.2f}]"
         place = (1.02, row + offset)
-        axis.annotate(text, place, xycoords=axis.get_yaxis_transform(), va="center", color=colour, fontsize="small")
+        axis.annotate(
+            format_ratio(ratio), place, xycoords=axis.get_yaxis_transform(), va="center", color=colour, fontsize="small"
+        )
 
 
 def _finish(axis: Any, models: Sequence[str], ours: str) -> None:

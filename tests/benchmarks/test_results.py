@@ -7,8 +7,8 @@ import random
 from contextlib import nullcontext
 
 import pytest
-from measuring.comparison import NOT_SOUND, Comparison, describe_stolen, explain_failures, make_table
-from measuring.estimates import Estimate, estimate_median
+from measuring.comparison import Comparison, describe_stolen, explain_failures, make_table
+from measuring.estimates import NOT_SOUND, Estimate, estimate_median
 from measuring.faults import make_fault_table
 from measuring.peers import OURS, judge
 from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds

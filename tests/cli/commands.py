@@ -28,20 +28,27 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 class Net(LightningModule):
-    def __init__(self, width):
+    def __init__(self, width=4, rate=0.1):
         super().__init__()
+        self.rate = rate
         self.layer = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch[0]).square().mean()
-        self.log("my_loss", loss)
         return loss
+    def validation_step(self, batch, batch_idx):
+        self.log("my_val", self.layer(batch[0]).square().mean(), sync_dist=True)
     def test_step(self, batch, batch_idx):
-        self.log("my_test", self.layer(batch[0]).square().mean())
+        self.log("my_test", self.layer(batch[0]).square().mean(), sync_dist=True)
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0])
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 class Data(LightningDataModule):
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
-    test_dataloader = train_dataloader
+        return DataLoader(TensorDataset(torch.arange(256.0).reshape(64, 4) / 256), batch_size=8)
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+class WithoutTest(LightningDataModule):
+    train_dataloader = Data.train_dataloader
 """

@@ -6,43 +6,15 @@ import sys
 import pytest
 import yaml
 
-from tests.cli.commands import command
+from tests.cli.commands import OWN, command
 
-NET = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(LightningModule):
-    def __init__(self, rate=0.1):
-        super().__init__()
-        self.rate, self.layer = rate, torch.nn.Linear(4, 1)
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.layer(batch[0]).square().mean(), sync_dist=True)
-    def test_step(self, batch, batch_idx):
-        self.log("test", self.layer(batch[0]).square().mean(), sync_dist=True)
-    def predict_step(self, batch, batch_idx):
-        return self.layer(batch[0])
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.rate)
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.arange(64.0).reshape(16, 4) / 64), batch_size=4)
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
-
-class WithoutTest(LightningDataModule):
-    train_dataloader = Data.train_dataloader
-"""
-OWN = ["model=custom", "model._target_=net.Net", "data=custom", "data._target_=net.Data", "plot=false"]
+CUSTOM = ["model=custom", "model._target_=net.Net", "data=custom", "data._target_=net.Data", "plot=false"]
 QUIET = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "trainer.max_epochs=1"]
 
 
 def run(folder, name, *overrides, **options):
-    (folder / "net.py").write_text(NET)
-    return command(folder, *OWN, *QUIET, f"hydra.run.dir={name}", *overrides, OMP_NUM_THREADS="1", **options)
+    (folder / "net.py").write_text(OWN)
+    return command(folder, *CUSTOM, *QUIET, f"hydra.run.dir={name}", *overrides, OMP_NUM_THREADS="1", **options)
 
 
 def results(folder, name):
@@ -54,15 +26,15 @@ def results(folder, name):
 def test_a_checkpoint_is_validated_tested_and_used_for_predictions_as_after_its_training(tmp_path, strategy):
     run(tmp_path, "trained", f"strategy={strategy}")
     trained = results(tmp_path, "trained")
-    assert {*trained} == {"val", "test"}
+    assert {*trained} == {"my_val", "my_test"}
     checkpoint = "ckpt_path=trained/checkpoints/last.ckpt"
-    for mode, name in (("validate", "val"), ("test", "test")):
+    for mode, name in (("validate", "my_val"), ("test", "my_test")):
         done = run(tmp_path, mode, f"strategy={strategy}", f"mode={mode}", checkpoint)
         assert results(tmp_path, mode) == {name: pytest.approx(trained[name], rel=1e-6)}
         assert "optimizer steps" not in done.stdout
     done = run(tmp_path, "untrained", f"strategy={strategy}", "mode=test")
     assert "`mode=test` without `ckpt_path` uses the weights with which the model is constructed" in done.stderr
-    assert results(tmp_path, "untrained")["test"] != pytest.approx(trained["test"], rel=1e-3)
+    assert results(tmp_path, "untrained")["my_test"] != pytest.approx(trained["my_test"], rel=1e-3)
     predicting = [f"strategy={strategy}", "mode=predict", checkpoint, "callbacks=prediction_writer"]
     done = run(tmp_path, "predict", *predicting, code=int(strategy != "ddp_join"))
     if strategy == "ddp_join":
@@ -73,13 +45,13 @@ def test_a_checkpoint_is_validated_tested_and_used_for_predictions_as_after_its_
 
 def test_a_mode_that_cannot_run_is_one_message(complaint, monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "net", raising=False)
-    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "net.py").write_text(OWN)
     for overrides, message in (
         (["mode=tests"], "`mode` must be one of 'train', 'validate', 'test', 'predict', got 'tests'"),
         (["mode=test", "data._target_=net.WithoutTest"], "`mode=test` needs a `test_dataloader` of the data"),
         (["mode=predict"], "`mode=predict` has no callback that keeps predictions. Set `callbacks=prediction_writer`"),
     ):
-        assert message in complaint(*OWN, *QUIET, "strategy=single", *overrides)
+        assert message in complaint(*CUSTOM, *QUIET, "strategy=single", *overrides)
     del sys.modules["net"]
 
 
@@ -88,13 +60,13 @@ def test_a_mode_that_cannot_run_is_one_message(complaint, monkeypatch, tmp_path)
 def test_a_sweeper_finds_the_best_job(tmp_path, strategy, jobs):
     sweep = ["--multirun", "hydra/sweeper=optuna", f"hydra.sweeper.n_trials={jobs}", "hydra.sweeper.n_jobs=1"]
     choices = ["hydra.sweeper.direction=minimize", "+model.rate=interval(0.0,0.5)", "hydra.sweeper.sampler.seed=1"]
-    (tmp_path / "net.py").write_text(NET)
-    overrides = [*sweep, *OWN, *QUIET, *choices, f"strategy={strategy}", "hydra.sweep.dir=sweep", "test=false"]
-    command(tmp_path, *overrides, "optimized_metric=val", limit=280, OMP_NUM_THREADS="1")
-    values = [results(tmp_path, f"sweep/{number}")["val"] for number in range(jobs)]
+    (tmp_path / "net.py").write_text(OWN)
+    overrides = [*sweep, *CUSTOM, *QUIET, *choices, f"strategy={strategy}", "hydra.sweep.dir=sweep", "test=false"]
+    command(tmp_path, *overrides, "optimized_metric=my_val", limit=280, OMP_NUM_THREADS="1")
+    values = [results(tmp_path, f"sweep/{number}")["my_val"] for number in range(jobs)]
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert best["best_value"] == min(values) < max(values)
     settings = yaml.safe_load((tmp_path / "sweep" / str(values.index(min(values))) / "config.yaml").read_text())
     assert [*best["best_params"].values()] == [settings["model"]["rate"]]
     done = command(tmp_path, *overrides, "optimized_metric=value", code=1, limit=280, OMP_NUM_THREADS="1")
-    assert "`optimized_metric=value` was not logged: the run has logged val. Use one of its keys" in done.stderr
+    assert "`optimized_metric=value` was not logged: the run has logged my_val. Use one of its keys" in done.stderr

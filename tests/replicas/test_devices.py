@@ -173,16 +173,6 @@ def test_the_current_device_is_the_one_of_the_chunk_in_the_transfer_hooks_and_th
     assert all(device == current for _, device, current in found)
 
 
-def test_gradients_keep_the_memory_format_of_weights_if_the_first_device_has_no_samples(virtual_devices):
-    net = nn.Conv2d(3, 4, 2).to(virtual_devices[0], memory_format=torch.channels_last)
-    replicas = Replicas(net, virtual_devices[:2])
-    replicas.refresh()
-    replicas[1].module(torch.ones(2, 3, 5, 5, device=virtual_devices[1])).sum().backward()
-    replicas.reduce_gradients([1])
-    assert not net.weight.is_contiguous()
-    assert net.weight.grad.stride() == net.weight.stride()
-
-
 class Compiled(nn.Linear):
     """A class of its own, since Dynamo skips classes of torch."""
 
@@ -196,18 +186,6 @@ def test_code_is_compiled_for_every_device_under_a_low_limit(virtual_devices):
     with recompile_limit_of(1):
         fit(Regression(network), virtual_devices)
     torch._dynamo.reset()
-
-
-def test_chunks_are_limited_by_the_memory_of_the_devices(virtual_devices):
-    found = []
-
-    class Watching(Callback):
-        def on_train_end(self, trainer, pl_module):
-            found.extend(trainer.strategy._division._controller.limits)
-
-    fit(Regression(), virtual_devices[:2], 24, strategy={"balance": "auto"}, callbacks=[Watching()])
-    assert len(found) == 2
-    assert all(limit is not None and limit > 8 for limit in found)
 
 
 def test_replicas_train_on_devices_without_double_precision(virtual_devices):
