@@ -1,15 +1,12 @@
 """Fails when a private name of Lightning moves that `_compat` relies on. Several ranks test the use of each name."""
 
-import ast
 import copy
 import inspect
 import json
 import pickle
-import re
 import signal
 import sys
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_ddp_ext import strategies
 from lightning_ddp_ext._compat import (
     lightning,
     lightning_loaders,
@@ -39,17 +35,7 @@ from lightning_ddp_ext.strategies import balanced_dp
 from tests.support.training import quiet_trainer
 
 
-def test_strategies_use_these_private_names_of_lightning_only():
-    """`_configure_launcher` is the last call of a Trainer's constructor."""
-    private = {
-        name for cls in (Strategy, ParallelStrategy, DDPStrategy) for name in vars(cls) if re.match("_[^_]", name)
-    }
-    used = set()
-    for path in Path(strategies.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute | ast.FunctionDef):
-                used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
-    assert used & private == {"_configure_launcher"}
+def test_a_trainers_constructor_configures_the_launcher_last():
     called = []
 
     class Refusing(balanced_dp.BalancedDataParallelStrategy):

@@ -9,8 +9,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional_collectives
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as torchs
@@ -172,61 +170,6 @@ def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
     assert {"allreduce", "_allgather_base", "alltoall"} <= methods
     public = {compat_torch._PUBLIC_NAMES.get(name, name) for name in methods}
     assert public - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
-
-
-def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
-    monkeypatch.setattr(dist.ProcessGroup, "all_shuffle", lambda group: "shuffled", raising=False)  # a later torch's
-    monkeypatch.setattr(dist, "all_shuffle", lambda: dist.group.WORLD.all_shuffle(), raising=False)
-    for name in ("find_collectives", "find_unknown_functions"):
-        monkeypatch.setattr(compat_torch, name, getattr(compat_torch, name).__wrapped__)
-    seen = []
-
-    def find(found, name):
-        seen.append((found is group, name))
-        return lambda original, *args, **kwargs: original(*args, **kwargs)
-
-    value = torch.ones(2)
-    before = dict(vars(dist.ProcessGroup))
-    with compat_torch.replaced_collectives(find, lambda found: found, lambda: seen.append("group"), seen.append):
-        dist.all_reduce(value)
-        dist.broadcast(value, 0)
-        dist.new_group()
-        if hasattr(dist, "shrink_group"):
-            with pytest.raises(ValueError, match="ranks_to_exclude"):
-                dist.shrink_group([])
-        else:
-            seen.append("group")
-        assert dist.all_shuffle() == "shuffled"
-    wanted = [(True, "allreduce"), (True, "broadcast"), "group", "group", "all_shuffle", (True, "all_shuffle")]
-    assert seen == wanted
-    dist.all_reduce(value)
-    assert dist.all_shuffle() == "shuffled"
-    assert seen == wanted
-    assert dict(vars(dist.ProcessGroup)) == before
-
-
-def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
-    mesh = dist.init_device_mesh("cpu", (1,))
-    asked = []
-
-    def resolve(found):
-        asked.append(found is group)
-        return found
-
-    with compat_torch.replaced_collectives(lambda *_: None, resolve, lambda: None, asked.append):
-        for given in (group, group.group_name, mesh):
-            assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
-    assert asked == [True, True, True]
-
-
-def test_objects_are_read_and_nothing_is_none(group):
-    objects = [None]
-    with compat_torch.replaced_collectives(lambda *_: None, lambda found: found, lambda: None, objects.append):
-        dist.all_gather_object(objects, {"a": 1})
-        assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
-    assert objects == [{"a": 1}]
-    with pytest.raises(EOFError):
-        c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group)
 
 
 def test_the_store_of_a_group_is_cloned_and_gloo_ignores_an_abort(group):

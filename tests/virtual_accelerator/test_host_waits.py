@@ -1,6 +1,7 @@
 """Host waits, copies and bytes of one training step of each strategy; `pytest -rP` shows the table."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -68,29 +69,31 @@ def added(counts):
     return {name: number - counts[0].get(name, 0) for name, number in counts[-1].items()}
 
 
-def counts_of_a_step(strategy, devices, logs, batches=STEPS):
+def counts_of_a_step(strategy, devices, make, batches=STEPS):
     virtual_accelerator.load()
-    return added(train(strategy, devices, Network(logs), batches).counts[-2:])
+    return added(train(strategy, devices, make(), batches).counts[-2:])
 
 
-def rank_counts(strategy, logs, *batches):
-    return counts_of_a_step(strategy, 2, logs, batches[int(os.environ["RANK"])])
+def rank_counts(strategy, make, *batches):
+    return counts_of_a_step(strategy, 2, make, batches[int(os.environ["RANK"])] if batches else STEPS)
+
+
+def waits_of(counts):
+    return sum(number for key, number in counts.items() if key.startswith("host waits:"))
 
 
 def measure(logs):
     """Return the counts of a step for each name in `LIMITS`."""
-    join, uneven = (run_processes(rank_counts, 2, "ddp_join", logs, STEPS, batches) for batches in (STEPS, 5))
+    make, shared = partial(Network, logs), BalancedDDPStrategy(gpu0_batch_size=0)
+    uneven = run_processes(rank_counts, 2, "ddp_join", make, STEPS, 5)
     return {
-        "one device": counts_of_a_step(SingleDeviceStrategy("virtual:0"), 1, logs),
-        **{f"balanced_dp, {count} devices": counts_of_a_step("balanced_dp", count, logs) for count in (2, 3)},
-        "ddp_checkpoint": run_processes(rank_counts, 2, "ddp_checkpoint", logs, STEPS, STEPS)[0],
-        "ddp_join": join[0],
+        "one device": counts_of_a_step(SingleDeviceStrategy("virtual:0"), 1, make),
+        **{f"balanced_dp, {count} devices": counts_of_a_step("balanced_dp", count, make) for count in (2, 3)},
+        **{name: run_processes(rank_counts, 2, name, make)[0] for name in ("ddp_checkpoint", "ddp_join")},
         "ddp_join, uneven step": uneven[0],
         "ddp_join, shadow step": uneven[1],
-        "balanced_ddp": run_processes(rank_counts, 2, BalancedDDPStrategy(), logs, STEPS, STEPS)[0],
-        "balanced_ddp, shadow step": run_processes(
-            rank_counts, 2, BalancedDDPStrategy(gpu0_batch_size=0), logs, STEPS, STEPS
-        )[0],
+        "balanced_ddp": run_processes(rank_counts, 2, "balanced_ddp", make)[0],
+        "balanced_ddp, shadow step": run_processes(rank_counts, 2, shared, make)[0],
     }
 
 
@@ -118,18 +121,6 @@ class Synchronised(Network):
         return loss
 
 
-def synchronised_on_rank(strategy):
-    virtual_accelerator.load()
-    return added(train(strategy, 2, Synchronised(False)).counts[-2:])
-
-
-@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join", "balanced_ddp"])
-def test_values_logged_with_sync_dist_are_reduced_without_a_wait(virtual_devices, strategy):
-    for counts in run_processes(synchronised_on_rank, 2, strategy):
-        assert counts["kernels"] > 0
-        assert waits_of(counts) == 0
-
-
 class Gathering(Network):
     def training_step(self, batch, batch_idx):
         rows = self.layers(batch[0])[: 8 - int(os.environ["RANK"]) * self.logs]
@@ -138,15 +129,18 @@ class Gathering(Network):
         return rows.square().mean() * every["rows"].mean() * every["mean"].sum()
 
 
-def gathered_on_rank(strategy, is_uneven):
-    virtual_accelerator.load()
-    return added(train(strategy, 2, Gathering(is_uneven)).counts[-2:])
-
-
-@pytest.mark.parametrize("is_uneven", [False, True], ids=["equal_sizes", "different_sizes"])
-@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join"])
-def test_sizes_of_gathered_tensors_are_compared_without_a_wait(virtual_devices, strategy, is_uneven):
-    for counts in run_processes(gathered_on_rank, 2, strategy, is_uneven):
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [
+        *((strategy, partial(Synchronised, False)) for strategy in ("ddp_checkpoint", "ddp_join", "balanced_ddp")),
+        *((strategy, partial(Gathering, False)) for strategy in ("ddp_checkpoint", "ddp_join")),
+        *((strategy, partial(Gathering, True)) for strategy in ("ddp_checkpoint", "ddp_join")),
+    ],
+)
+def test_logged_values_are_reduced_and_sizes_of_gathered_tensors_compared_without_a_wait(
+    virtual_devices, strategy, make
+):
+    for counts in run_processes(rank_counts, 2, strategy, make):
         assert counts["kernels"] > 0
         assert waits_of(counts) == 0
 
@@ -181,10 +175,6 @@ def parameters_and_counts(make, devices, kind=Network, **options):
 def prefetched_on_rank(name, kind, prefetch):
     torch.manual_seed(int(os.environ["RANK"]))
     return parameters_and_counts(PREFETCHING[name], 2, kind, prefetch=prefetch)
-
-
-def waits_of(counts):
-    return sum(number for key, number in counts.items() if key.startswith("host waits:"))
 
 
 @pytest.mark.parametrize("kind", [Network, Overridden])
