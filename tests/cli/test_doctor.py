@@ -1,6 +1,5 @@
 """`lightning-ddp-ext doctor` on one node: its checks before it starts anything, its numbers, and whole runs."""
 
-import os
 import re
 import resource
 import socket
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
 from lightning_ddp_ext import ManualEnvironment
@@ -29,7 +27,9 @@ from lightning_ddp_ext.cli.doctor import (
     speed_text,
     time_text,
 )
+from tests import virtual_accelerator
 from tests.distributed import rank_programs, rank_server
+from tests.support import devices
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
 from tests.support.programs import run_python
@@ -96,12 +96,7 @@ def test_bandwidths_follow_nccls_tests():
 
 def measure_on_a_device():
     """Time all-reduces of one size; return how often the host has waited for the device to be idle."""
-    from tests import virtual_accelerator
-
-    virtual_accelerator.load()
-    device = torch.device("virtual", int(os.environ["RANK"]))
-    torch.accelerator.set_device_index(device)
-    dist.init_process_group("virtual_ccl")
+    device = devices.init_process_group()
     assert [size for size, _ in measure_all_reduce(device, sizes=(1024,))] == [1024]
     return virtual_accelerator.counts().get("host waits: device.synchronize", 0)
 

@@ -1,6 +1,5 @@
 """The watchdog on devices: it asks the device of its rank, and ends a wait for a device that no exception reaches."""
 
-import os
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from lightning_ddp_ext._compat.torch import cloned_store
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
 from lightning_ddp_ext.steps import trainer_watchdog
 from tests import virtual_accelerator
+from tests.support import devices
 from tests.support.processes import run_processes
 
 
@@ -31,11 +31,8 @@ def test_the_device_of_a_rank_is_asked(virtual_devices, group, monkeypatch):
 
 def wait_for_a_rank_that_fails():
     """Rank 0 waits for its device, and so for rank 1; return the error that ends the wait."""
-    virtual_accelerator.load()
-    rank = int(os.environ["RANK"])
-    device = torch.device("virtual", rank)
-    torch.accelerator.set_device_index(device)
-    dist.init_process_group("cpu:gloo,virtual:virtual_ccl")
+    device = devices.init_process_group("cpu:gloo,virtual:virtual_ccl")
+    rank = dist.get_rank()
     store = dist.PrefixStore("watch", cloned_store(dist.group.WORLD))
     synchronize = partial(torch.accelerator.synchronize, device)
     watch = RunWatch(store, rank, 2, 60.0, lambda: {"step": 3, "phase": "counting"}, lambda: None, synchronize)

@@ -1,7 +1,5 @@
 """Collectives of a backward pass and of the reducer are issued in one order, which NCCL demands."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,11 @@ from torch import nn
 from lightning_ddp_ext._compat.torch import count_collectives
 from lightning_ddp_ext.reducer import bucket_transport
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests import virtual_accelerator
+from tests.support import devices
 from tests.support.processes import RankError, run_processes
+
+BACKENDS = "cpu:gloo,virtual:virtual_ccl"
 
 
 class _Communicate(torch.autograd.Function):
@@ -85,9 +87,7 @@ def test_collectives_of_other_groups_are_counted(group):
 
 def test_buckets_of_a_module_that_communicates_are_held_from_the_start(virtual_devices, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_transport, "count_collectives", lambda *args: 0)  # as before the first backward pass
-    dist.init_process_group(
-        "cpu:gloo,virtual:virtual_ccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    dist.init_process_group(BACKENDS, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     held = []
     for layer in (nn.BatchNorm1d(4), nn.SyncBatchNorm(4)):
         reducer = GradientReducer(nn.Sequential(nn.Linear(4, 4), layer).to(virtual_devices[0]))
@@ -98,22 +98,17 @@ def test_buckets_of_a_module_that_communicates_are_held_from_the_start(virtual_d
 
 def synchronize_on_devices(is_held):
     """Make steps in which rank 1 skips a layer, while the backward pass communicates; return the gradients."""
-    from tests import virtual_accelerator
-
-    virtual_accelerator.load()
-    rank = int(os.environ["RANK"])
-    torch.accelerator.set_device_index(rank)
-    dist.init_process_group("cpu:gloo,virtual:virtual_ccl")
+    device = devices.init_process_group(BACKENDS)
     torch.manual_seed(0)
-    net = Net(communicates=True).to(f"virtual:{rank}")
+    net = Net(communicates=True).to(device)
     reducer = GradientReducer(net, bucket_cap_mb=1e-6)
     for step in range(4):
         if not is_held:
             reducer._scheduler.is_held = False
-        net.skipped = 1 if rank == 1 and step == 3 else None
+        net.skipped = 1 if device.index == 1 and step == 3 else None
         net.zero_grad()
         with reducer.synchronize():
-            net(torch.ones(2, 4, device=f"virtual:{rank}", requires_grad=True)).backward()
+            net(torch.ones(2, 4, device=device, requires_grad=True)).backward()
     gradients = [parameter.grad.tolist() for parameter in net.parameters()]
     virtual_accelerator.check()
     return gradients
@@ -128,19 +123,14 @@ def test_a_rank_that_skips_a_layer_keeps_the_order_on_devices(virtual_devices):
 
 def count_messages():
     """Return the messages on the CPU and the host waits of each synchronisation on a device, after the first."""
-    from tests import virtual_accelerator
-
-    virtual_accelerator.load()
-    rank = int(os.environ["RANK"])
-    torch.accelerator.set_device_index(rank)
-    dist.init_process_group("cpu:gloo,virtual:virtual_ccl")
-    reducer = GradientReducer(net := nn.Linear(4, 4).to(f"virtual:{rank}"))
+    device = devices.init_process_group(BACKENDS)
+    reducer = GradientReducer(net := nn.Linear(4, 4).to(device))
     found = []
     for _ in range(4):
         before = count_collectives(torch.device("cpu"), dist.group.WORLD)
         virtual_accelerator.reset()
         with reducer.synchronize():
-            net(torch.ones(2, 4, device=f"virtual:{rank}")).sum().backward()
+            net(torch.ones(2, 4, device=device)).sum().backward()
         after = count_collectives(torch.device("cpu"), dist.group.WORLD)
         found.append((after - before, virtual_accelerator.counts().get("host waits", 0)))
     virtual_accelerator.check()

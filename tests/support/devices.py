@@ -75,13 +75,13 @@ def backend(world_size: int) -> str:
     return "gloo" if shared else dist.get_default_backend_for_device(accelerator())
 
 
-def init_process_group() -> torch.device:
+def init_process_group(chosen_backend: str | None = None) -> torch.device:
     """Create the default group of a rank that `run_processes` has started, and return its current device."""
     own = device(int(os.environ["LOCAL_RANK"]))
     if not is_cpu():
         torch.accelerator.set_device_index(own)
     if not dist.is_initialized():
-        dist.init_process_group(backend(int(os.environ["WORLD_SIZE"])))
+        dist.init_process_group(chosen_backend or backend(int(os.environ["WORLD_SIZE"])))
     return own
 
 
