@@ -134,8 +134,17 @@ def longest(ranks, sizes):
     return max(rank.usual(samples) for rank, samples in zip(ranks, sizes, strict=True))
 
 
+def excess(controller, ranks, batch_size):
+    """Return by how much the present sizes are slower than the best ones."""
+    return longest(ranks, controller.split_sizes(batch_size)) / shortest(ranks, batch_size) - 1
+
+
+def step(controller, ranks, batch_size):
+    sizes = controller.split_sizes(batch_size)
+    controller.observe(sizes, [rank.seconds(samples) for rank, samples in zip(ranks, sizes, strict=True)])
+
+
 def excess_after_ten_decisions(seed, number, monkeypatch):
-    """Return by how much the sizes of a controller of ranks of random speeds are slower than the best ones."""
     numbers = random.Random(seed)
     batch_size, noise = numbers.choice([32, 64, 128]), numbers.choice([0.02, 0.05, 0.1])
     speeds = [numbers.uniform(1, 4) for _ in range(number)]
@@ -145,9 +154,8 @@ def excess_after_ten_decisions(seed, number, monkeypatch):
     decide = controller._decide
     monkeypatch.setattr(controller, "_decide", lambda window: (decisions.append(1), decide(window))[1])
     while len(decisions) < 10:
-        sizes = controller.split_sizes(batch_size)
-        controller.observe(sizes, [rank.seconds(samples) for rank, samples in zip(ranks, sizes, strict=True)])
-    return longest(ranks, controller.split_sizes(batch_size)) / shortest(ranks, batch_size) - 1
+        step(controller, ranks, batch_size)
+    return excess(controller, ranks, batch_size)
 
 
 @pytest.mark.parametrize(("ranks", "runs", "good"), [(2, 300, 0.95), (4, 100, 0.93)])
@@ -155,6 +163,22 @@ def test_ten_decisions_find_the_best_division(ranks, runs, good, monkeypatch):
     found = [excess_after_ten_decisions(seed, ranks, monkeypatch) for seed in range(runs)]
     assert sum(one <= 0.03 for one in found) >= good * len(found)
     assert max(found) <= 0.10
+
+
+def test_noisy_speeds_that_swap_at_any_time_are_followed_in_15_batches():
+    runs, late = 300, 0
+    for seed in range(runs):
+        numbers = random.Random(seed)
+        noise, fixed = numbers.choice([0.01, 0.02]), numbers.choice([0, 16])
+        ranks = [Rank(speed, fixed, noise, 2 * seed + number) for number, speed in enumerate((3, 1))]
+        controller = BalanceController(2)
+        for _ in range(numbers.randint(60, 400)):
+            step(controller, ranks, 64)
+        ranks.reverse()
+        for _ in range(15):
+            step(controller, ranks, 64)
+        late += excess(controller, ranks, 64) > 0.05
+    assert late <= 0.01 * runs
 
 
 def test_a_device_that_becomes_slower_later_is_noticed():
