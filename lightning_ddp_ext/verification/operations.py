@@ -74,7 +74,7 @@ class Operation:
 
 
 class Draws(OperationMode):  # type: ignore[misc]
-    """Notes the random numbers of a block in `taken`, and gives a part of a batch those of the `whole` batch.
+    """Notes the random numbers of a block in `taken`, and gives a part of a batch the numbers of the `whole` batch.
 
     The part is between the fractions `begin` and `end` of the whole batch.
     """
@@ -124,7 +124,7 @@ class Draws(OperationMode):  # type: ignore[misc]
 
 
 class Recording(Draws):
-    """Records the operations of a block, on a module and the tensors of a batch; `options` are those of `Draws`."""
+    """Records the operations of a block, on a module and the tensors of a batch; `options` as for `Draws`."""
 
     def __init__(self, module: nn.Module, batch: Iterable[Tensor], **options: Any) -> None:
         super().__init__(**options)

@@ -52,7 +52,7 @@ class TooLateError(ImpossibleError):
 
 
 class _Failure(NamedTuple):
-    """Error of a process; those of other processes follow from the one that compares least."""
+    """Error of a process. The one that compares least has caused the errors of other processes."""
 
     is_lost: bool  # the connection to another rank
     time: float
@@ -62,7 +62,7 @@ class _Failure(NamedTuple):
 
 
 def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_ranks: bool = False) -> list[Any]:
-    """Run each function in a fork of its own, all at the same time; return their results in order.
+    """Run each function in a separate fork, all at the same time; return their results in order.
 
     All forks are killed soon after one fails, or at `deadline`, a time of `time.monotonic()`. If functions `are_ranks`,
     they find each other in a store of this process.
@@ -132,7 +132,7 @@ def _end(process: Any, pipe: Connection) -> None:
 
 
 def _explain(failures: Sequence[_Failure], number: int) -> FailedError:
-    """Return the error that was raised first, without those that follow from it."""
+    """Return the error that was raised first, without its consequences."""
     first = min(failures, key=lambda one: one[:3])
     rank = f"rank {first.place} fails first: " if number > 1 else ""
     if not first.is_lost:

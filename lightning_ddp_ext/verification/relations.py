@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ddp_ext.verification.operations import Line, Operation
 from lightning_ddp_ext.verification.replay import ReplayedStep
 
-# Of a result: `"same"` on all; `"rows"`, those of the parts together; their `"sum"`, or a weighted `"mean"`; `"none"`
+# Of a result: `"same"` on all; `"rows"`, the parts put together; their `"sum"`, or a weighted `"mean"`; `"none"`
 # of these; `"unknown"` if no number says.
 Kind = Literal["same", "rows", "sum", "mean", "none", "unknown"]
 Weights = tuple[float, ...]
@@ -46,7 +46,7 @@ class _Matched:
 
 
 class Differences:
-    """Relates the operations of a step on a whole batch to those of the same step on its parts, of `sizes` samples.
+    """Relates the operations of a step on a whole batch to the operations of the same step on its parts, of `sizes` samples.
 
     `rounding` is the exponent of the precision in the tolerance, and `known` has weights of a mean, if any are known.
     """
@@ -65,7 +65,7 @@ class Differences:
         results = (one for operation in self._operations if operation.is_of_batch for one in operation.results)
         self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
         self._tolerance: float = self.precision**rounding
-        # Weights of means, by what they are divided by, and the lines that have these numbers.
+        # Weights of means, by their divisors, and the lines that have these numbers.
         self._origin: dict[Weights, Line | None] = {}
         self._known = [tuple(size / sum(sizes) for size in sizes), *([] if known is None else [known])]
 
@@ -138,12 +138,12 @@ class Differences:
         return "samples influence each other"
 
     def _find_relation(self, operation: Operation, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Kind, Weights]:
-        """Return the relation of a result to those of the parts, and the weights of a mean."""
+        """Return the relation of a result to the results of the parts, and the weights of a mean."""
         if any(part.dim() != whole.dim() or part.dtype != whole.dtype for part in parts) or whole.is_sparse:
             return "unknown", ()
         split = [dim for dim in range(whole.dim()) if any(part.shape[dim] != whole.shape[dim] for part in parts)]
         if len(parts) == 1:
-            # An iteration over samples may add to what earlier ones have made.
+            # An iteration over samples may add to the results of earlier ones.
             return "same" if not split and self._are_close(parts[0].double(), whole.double()) else "unknown", ()
         chooses = bool(_CHOICES.fullmatch(operation.name))
         if any(whole.shape[dim] != sum(part.shape[dim] for part in parts) for dim in split):
@@ -206,7 +206,7 @@ class Differences:
         return float((one - other).abs().max()) <= self._tolerance * largest
 
     def _are_rows(self, whole: Tensor, parts: Sequence[Tensor], dim: int, may_scale: bool, any_order: bool) -> bool:
-        """Return True if the slices of the whole along a dimension are those of the parts, maybe in another order.
+        """Return True if the parts have the slices of the whole along a dimension, maybe in another order.
 
         In a backward pass each part may have a factor, since a mean over a part divides by less.
         """

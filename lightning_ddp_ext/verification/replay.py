@@ -27,7 +27,7 @@ Gradients = list[tuple[str, Tensor]]
 class ReplayedStep:
     """A step that has run again."""
 
-    gradients: Gradients  # under manual optimization, those that each optimizer step has seen
+    gradients: Gradients  # under manual optimization, the gradients that each optimizer step has seen
     losses: list[Tensor]  # of which it has run the backward pass
     module: Any  # the copy on which it has run
     recording: Recording | None = None
@@ -195,7 +195,7 @@ class BatchReplay:
             return held
 
         optimizers = [hold(one) for one in self._trainer.optimizers]
-        schedulers = copy.deepcopy(module.lr_schedulers())  # with optimizers of their own
+        schedulers = copy.deepcopy(module.lr_schedulers())  # with separate optimizers
         module.trainer.optimizers = optimizers
         module.optimizers = lambda use_pl_optimizer=True: optimizers[0] if len(optimizers) == 1 else optimizers
         module.lr_schedulers = lambda: schedulers

@@ -1,4 +1,4 @@
-"""What was found, as rows of a table and the strategy to use."""
+"""The findings, as rows of a table and the strategy to use."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,10 +12,10 @@ class Check:
     """One row of the result.
 
     Attributes:
-        name: What was checked.
+        name: Name of the check.
         verdict: `"ok"`; `"finding"`, if several devices train something else; `"note"`, if that is so by nature, as
             with batch normalisation, or if something could not be compared.
-        text: What was found.
+        text: The finding, in words.
         where: File and line, and the line itself; empty if there is none.
         remedy: What to do; empty if nothing.
         compared: Whether a comparison was possible; if not, the text has the reason.

@@ -64,11 +64,11 @@ class Outcome:
     rates: list[float] = field(default_factory=list)
     lines: dict[str, Line | None] = field(default_factory=dict)  # that have logged the keys
     monitored: set[str] = field(default_factory=set)  # keys that a scheduler or a callback reads
-    # Of the first step, with random numbers of Python and numpy that are those of this rank: with the random numbers of
+    # Of the first step, with random numbers of Python and numpy as this rank draws them: with the random numbers of
     # torch of one process, and with others.
     traces: tuple[list[Traced], ...] = ()
     draws: list[list[Drawn]] = field(default_factory=list)  # of the steps of training and validation
-    is_matched: bool = True  # the draws are those of one process
+    is_matched: bool = True  # the draws are the ones of one process
 
     @property
     def communicates(self) -> bool:
@@ -113,7 +113,7 @@ class _Watch(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for part in find_batch_norms(pl_module):
-            part.eval()  # its statistics are those of a part by nature
+            part.eval()  # by nature it has the statistics of a part
         if batch_idx == 0 and self._traces:
             replay, rank = BatchReplay(trainer, pl_module, batch, batch_idx), trainer.global_rank
             self.found.traces = _trace(replay, rank, 0), _trace(replay, rank, 1 + rank)
@@ -195,7 +195,7 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
 def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool) -> tuple[list[Any], Line | None]:
     """Return the samples that a rank gets in an epoch under `ddp`, and the line of the sampler or stream they are from.
 
-    If Lightning `replaces` samplers, as by default, each rank gets samples of its own. Samples are indices, or hashes
+    If Lightning `replaces` samplers, as by default, each rank gets other samples. Samples are indices, or hashes
     of what a stream gives.
     """
     own = {"devices": ranks, "plugins": [LightningEnvironment()], "use_distributed_sampler": replaces}

@@ -64,7 +64,7 @@ class GradientFit:
 
 @dataclass(slots=True)
 class FirstStep:
-    """What the parts of a batch say about the first training step."""
+    """The first training step, as its parts show it."""
 
     weight_by: str | None  # of a strategy that has the gradient of one process; None if there is none
     tolerance: float  # largest relative difference that rounding explains
@@ -124,7 +124,7 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     batch_norms = [f"`{name}`" for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
     if batch_norms:
         text = f"each device normalises its own samples: {join_names(batch_norms)}"
-        remedy = "`sync_batchnorm=True` normalises those of all devices"
+        remedy = "`sync_batchnorm=True` normalises the samples of all devices"
         found.checks.append(Check("batch normalisation", "note", text, remedy=remedy))
     return found
 

@@ -28,9 +28,9 @@ from lightning_ddp_ext.verification.samples import Samples, draw_samples
 from lightning_ddp_ext.verification.step_check import FirstStep, check_first_step
 
 Progress = Callable[[str], None]
-_LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and beside that of the first
+_LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and relative to the first
 _LOGGED = 1e-6  # difference of logged values that is rounding
-_LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and beside those of a run of one process
+_LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and relative to a run of one process
 _EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
 _PER_RANK = "`ddp` takes the mean over ranks: divide by the mean of the ranks' numbers, not by their sum"
 _SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
@@ -91,7 +91,7 @@ class _Verifier:
         self._weight_by: str | None = None
         self._communicates = False  # the step does
         self._ddp = "ddp"  # the name of the strategy that trains the module
-        self._is_divided = False  # a stream that gives each rank samples of its own
+        self._is_divided = False  # a stream that gives each rank other samples
         self._equal: list[str] = []  # strategies that train as one process
 
     def _fork(self, functions: Sequence[Callable[[], Any]], are_ranks: bool = False) -> list[Any]:
@@ -214,7 +214,7 @@ class _Verifier:
         yield from _check_logged(outcomes, run, alone if is_equal else None)
 
     def _unmatched(self, outcomes: Sequence[Outcome]) -> str:
-        """Return why random numbers of ranks are not those of one process; empty if they are."""
+        """Return why random numbers of ranks differ from the ones of one process; empty if they are."""
         is_matched = all(one.is_matched for one in outcomes)
         return self._step.draws or ("" if is_matched else "ranks draw other random numbers than one process")
 
@@ -342,7 +342,7 @@ def _check_logged(outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) 
             yield finding(text=text, remedy=remedy)
     for keys, text, remedy in (
         (partly, "only some ranks log {}", "log them on all ranks if anything is to monitor them"),
-        (own, "each rank has its own {}; the logger writes those of rank 0", "log them with `sync_dist=True`"),
+        (own, "each rank has its own {}; the logger writes the values of rank 0", "log them with `sync_dist=True`"),
         (changed, "{} differ from one process", _SUMS),
     ):
         keys = [key for key in keys if key not in monitored]
