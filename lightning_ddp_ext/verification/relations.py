@@ -46,7 +46,7 @@ class _Matched:
 
 
 class Differences:
-    """Relates the operations of a step on a whole batch to the operations of the same step on its parts, of `sizes` samples.
+    """Relates the operations of a step on a whole batch to the same operations on its parts, of `sizes` samples.
 
     `rounding` is the exponent of the precision in the tolerance, and `known` has weights of a mean, if any are known.
     """
