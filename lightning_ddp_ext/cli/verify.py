@@ -45,7 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(report.as_dict(), indent=2))
     else:
         _print(report)
-    return _FINDING if report.findings else 0
+    if report.findings:
+        return _FINDING
+    return 0 if report.use else _IMPOSSIBLE  # without a strategy, the time was over before anything was proved
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -190,6 +190,7 @@ def _run(
     faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic() - _REPORT), file=2)
     warnings.simplefilter("ignore")  # for warnings that are errors in this process
     torch.set_num_threads(1)  # since threads of OpenMP do not survive a fork
+    os.environ["OMP_NUM_THREADS"] = "1"  # which keeps Lightning from setting another number
     try:
         message: Any = True, function()
     except Exception as error:

@@ -62,8 +62,11 @@ class Differences:
         self._operations, self._parts = whole.operations, [part.operations for part in parts]
         self._leading = whole.leading
         # What does not depend on the batch, such as the angles of positions, has the same rounding in parts.
-        results = (one for operation in self._operations if operation.is_of_batch for one in operation.results)
-        self.precision = max(torch.finfo(one.dtype).eps for one in results if one.is_floating_point())  # the coarsest
+        # Nor have logged values an influence on the gradient.
+        leading = [one for place, one in enumerate(self._operations) if place in self._leading] or self._operations
+        results = (one for operation in leading if operation.is_of_batch for one in operation.results)
+        found = (torch.finfo(one.dtype).eps for one in results if one.is_floating_point())
+        self.precision = max(found, default=torch.finfo(torch.float64).eps)  # the coarsest
         self._tolerance: float = self.precision**rounding
         # Weights of means, by their divisors, and the lines that have these numbers.
         self._origin: dict[Weights, Line | None] = {}

@@ -54,13 +54,15 @@ class Report:
         return [check.name for check in self.checks if not check.compared]
 
     def raise_for_findings(self) -> None:
-        """Raise an `AssertionError` that names all findings, if there are any."""
+        """Raise an `AssertionError` that names all findings, if there are any, or if no strategy is proved."""
         blocks = [
             "\n  ".join(filter(None, (f"{one.name}: {one.text}", one.where, one.remedy and f"Remedy: {one.remedy}.")))
             for one in self.findings
         ]
         if blocks:
             raise AssertionError("several devices do not train what one device trains.\n\n" + "\n\n".join(blocks))
+        if not self.use:
+            raise AssertionError(f"nothing is proved: {', '.join(self.unproved)}. The checks have the reasons.")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""

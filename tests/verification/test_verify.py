@@ -379,3 +379,61 @@ def test_neither_this_process_nor_the_module_changes(tmp_path, monkeypatch):
 def test_what_cannot_be_verified_is_refused_with_the_reason(module, data, reason):
     with pytest.raises(ImpossibleError, match=reason):
         verify(module, make_data() if data is None else data)
+
+
+def test_lightning_sets_no_threads_in_a_fork(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert processes.run_forked([lambda: os.environ["OMP_NUM_THREADS"]], time.monotonic() + 60) == ["1"]
+
+
+class NeverStepping(Module):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+
+
+def test_nothing_is_proved_without_an_optimizer_step():
+    report, findings = found(NeverStepping())
+    assert findings == {}
+    assert {"`ddp` on 2 ranks", "`balanced_ddp` on 2 ranks"} <= {*report.unproved}
+
+
+def test_a_report_without_a_strategy_does_not_pass():
+    with pytest.raises(AssertionError, match=r"nothing is proved: ranks\."):
+        Report([Check("ranks", "note", "why", compared=False)], "", 1.0).raise_for_findings()
+
+
+def test_a_logged_number_of_low_precision_hides_nothing():
+    class Logging(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("coarse", self(batch[0]).detach().bfloat16().mean())
+            logits = self(batch[0])
+            return self.compute(logits, batch[1]) + 1e-3 * logits.mean(0).square().sum()
+
+    _, findings = found(Logging())
+    assert GRADIENT in findings
+
+
+def flip_rarely(logits, labels):
+    return modules.losses(logits.flip(1) if random.random() > 0.9 else logits, labels).mean()
+
+
+def test_a_rare_random_choice_is_no_proof():
+    assert "`ddp` on 2 ranks" in found(Module(flip_rarely))[0].unproved
+
+
+class AsArrays(Module):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([torch.as_tensor(batch["features"]), torch.as_tensor(batch["labels"])], batch_idx)
+
+
+def collate_arrays(samples):
+    features, labels = zip(*samples, strict=True)
+    return {"features": np.stack(features), "labels": np.stack(labels), "number": torch.zeros(len(samples), dtype=int)}
+
+
+def test_batches_of_arrays_are_compared():
+    data = DataLoader(make_data().dataset, 8, collate_fn=collate_arrays)
+    report, findings = found(AsArrays(), data)
+    assert (findings, report.unproved) == ({}, [])
