@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,16 +25,17 @@ def measure_device(device: torch.device) -> DeviceSpeed:
     """Time products of float32 matrices, in well below a second."""
     size = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(size, size, device=device)
-    _, *times = [_time_product(matrix) for _ in range(1 + _REPEATS)]  # the first one warms up
+    _, *times = [time_call(partial(torch.mm, matrix, matrix), device) for _ in range(1 + _REPEATS)]  # one to warm up
     named = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return DeviceSpeed(str(device), "" if named is None else str(named(device)), 2 * size**3 / statistics.median(times))
 
 
-def _time_product(matrix: torch.Tensor) -> float:
+def time_call(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until a device has done what a call has queued."""
     started = time.perf_counter()
-    matrix @ matrix
-    if matrix.device.type != "cpu":
-        torch.accelerator.synchronize(matrix.device)
+    call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - started
 
 

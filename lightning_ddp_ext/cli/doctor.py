@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_ddp_ext._lightning import NAME, ClusterEnvironment, DDPStrategy, FSDPStrategy, PossibleUserWarning
-from lightning_ddp_ext.cli.devices import DeviceSpeed, describe_devices, measure_device
+from lightning_ddp_ext.cli.devices import DeviceSpeed, describe_devices, measure_device, time_call
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
@@ -93,7 +94,8 @@ def measure_all_reduce(
         if world_size == 1 or repeats < 1:
             break
         tensor = torch.zeros(size // torch.float32.itemsize, device=device)
-        _, *times = [_time_all_reduce(tensor) for _ in range(1 + repeats)]  # the first call warms up
+        reduce = partial(dist.all_reduce, tensor)
+        _, *times = [time_call(reduce, device) for _ in range(1 + repeats)]  # the first call warms up
         # The slowest rank decides for all, so that they stop after the same size.
         agreed = torch.tensor([statistics.median(times), time.perf_counter() - started], device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
@@ -101,14 +103,6 @@ def measure_all_reduce(
         measured.append(AllReduceTime(size, seconds))
         repeats = min(_REPEATS, int((limit - spent) * size / (seconds * next_size)) - 1)
     return measured
-
-
-def _time_all_reduce(tensor: torch.Tensor) -> float:
-    started = time.perf_counter()
-    dist.all_reduce(tensor)
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)  # the call has only queued it
-    return time.perf_counter() - started
 
 
 @dataclass(kw_only=True, slots=True)

@@ -134,14 +134,15 @@ class _Panel:
     """The points of each curve, by its name."""
 
     title: str
-    x: str = "optimizer step"
+    x: str
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
 
 def draw_run(folder: Path, trainer: Trainer, title: str = "") -> None:
     """Draw loss and metrics of `metrics.csv`, and samples and times of each replica or rank, into `run.png`."""
-    panels = [*_read_metrics(folder / "metrics.csv"), *_read_reports(trainer)]
-    if not any(panel.curves for panel in panels):
+    panels = [(panel, _draw_stages) for panel in _read_metrics(folder / "metrics.csv")]
+    panels += [(panel, _draw_replicas) for panel in _read_reports(trainer)]
+    if not any(panel.curves for panel, _ in panels):
         return
     if importlib.util.find_spec("matplotlib") is None:
         warnings.warn("no plot: matplotlib is not installed. Run `pip install matplotlib`.", stacklevel=2)
@@ -151,8 +152,8 @@ def draw_run(folder: Path, trainer: Trainer, title: str = "") -> None:
 
     figure = Figure(figsize=(11, 0.4 + 1.7 * len(panels)), layout="constrained")
     figure.suptitle(title)
-    for axis, panel in zip(figure.subplots(len(panels) // 2, 2).flat, panels, strict=True):
-        (_draw_stages if panel.x == "optimizer step" else _draw_replicas)(axis, panel)
+    for axis, (panel, draw) in zip(figure.subplots(len(panels) // 2, 2).flat, panels, strict=True):
+        draw(axis, panel)
         axis.set(title=panel.title, xlabel=panel.x)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
@@ -192,7 +193,7 @@ def _draw_replicas(axis: "Axes", panel: _Panel) -> None:
 
 
 def _read_metrics(path: Path) -> list[_Panel]:
-    loss, metrics = _Panel("loss"), _Panel("metrics")
+    loss, metrics = (_Panel(title, "optimizer step") for title in ("loss", "metrics"))
     if path.is_file():
         with path.open(newline="") as file:
             for row in csv.DictReader(file):

@@ -38,6 +38,7 @@ from lightning_ddp_ext._lightning import (
 from lightning_ddp_ext.clusters.launchers import PREFIXES
 from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
+from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, open_store
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
@@ -186,7 +187,9 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
         store: Any = None
         try:
             if own == 0:  # as torchrun's agent does, on a port that no other program can take before
-                store = dist.TCPStore(environment.main_address, 0, is_master=True, wait_for_workers=False)
+                endpoint = RendezvousEndpoint(environment.main_address, 0)
+                limit, nodes = timedelta(seconds=LIMIT), strategy.num_nodes
+                store = open_store(endpoint, rank=0, world_size=ranks, num_nodes=nodes, timeout=limit).store
             variables["MASTER_PORT"] = broadcast_object(None if store is None else store.port, group, 0)
             ended = gather_objects(_run_process(trial, arguments, variables), group)
         except RuntimeError:  # of the backend

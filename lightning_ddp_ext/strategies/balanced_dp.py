@@ -40,7 +40,6 @@ from lightning_ddp_ext.resume.loading import WeightsOnlyLoadMixin
 
 _NAME = '`balance="auto"`'
 _CHECKPOINT_KEY = "lightning_ddp_ext.balanced_dp"
-_HOOKS_OF_LIGHTNING_1 = ("training_step_end", "validation_step_end", "test_step_end")
 
 
 class BatchDivision:
@@ -337,12 +336,11 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
                     f"`balanced_dp` cannot cut batches that `{step}(self, dataloader_iter)` fetches itself."
                     f" Take `batch` and `batch_idx` in `{step}`."
                 )
-        ignored = [name for name in _HOOKS_OF_LIGHTNING_1 if hasattr(module, name)]
-        if ignored:
-            rank_zero_warn(
-                f"`{ignored[0]}` is a hook of Lightning 1.x, which Lightning 2 does not call. Compute loss and metrics"
-                f" of a chunk in `{ignored[0].removesuffix('_end')}`; the strategy weighs and joins them."
-            )
+            if hasattr(module, f"{step}_end"):
+                rank_zero_warn(
+                    f"`{step}_end` is a hook of Lightning 1.x, which Lightning 2 does not call. Compute loss and"
+                    f" metrics of a chunk in `{step}`; the strategy weighs and joins them."
+                )
         if self.prefetch and trainer.state.fn == TrainerFn.FITTING:
             replace_loaders(self._cleanup, trainer, self._combine_loaders)
         super().setup(trainer)

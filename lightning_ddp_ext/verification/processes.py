@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext.distributed.stores import serve_store
 from lightning_ddp_ext.errors import ImpossibleError, OtherRankError, describe_error
 from lightning_ddp_ext.verification.operations import FORKING, Line, is_own_file
 
@@ -77,7 +79,7 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
         variables = {}
         if are_ranks:
             # As torchrun's agent does. It listens on a port that is free, without a moment in which another takes it.
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store: Any = serve_store("127.0.0.1", 0, len(functions), DEFAULT_TIMEOUT).store
             stack.callback(lambda: store)  # until the end
             variables = launch_variables(len(functions), store.port)
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in functions]

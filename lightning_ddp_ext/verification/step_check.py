@@ -108,7 +108,7 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
         of_parts.append(run(part, record=partial(Recording, whole=taken, begin=begin, end=end)))
     if not all(one.recording is not None and one.recording.is_matched for one in of_parts):
         replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
-    elif replay.foreign_draws and not any(map(partial(_depends_on_seed, replay, run, whole, of_whole), _seeds())):
+    elif replay.foreign_draws and not _depends_on_seed(partial(run, whole), of_whole, replay.tolerance):
         replay.foreign_draws = ""  # which have no influence
     states = _find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
     found = FirstStep(None, _LEAST, replay.foreign_draws, states)
@@ -127,23 +127,19 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     return found
 
 
-def _seeds() -> Iterator[int]:
-    """Yield some seeds, and more for about a second: a random choice may be rare."""
+def _depends_on_seed(run: Callable[..., ReplayedStep], before: ReplayedStep, tolerance: float) -> bool:
+    """Try some seeds of Python and numpy, and more for about a second, because a random choice may be rare."""
+    assert before.recording is not None
     started = time.monotonic()
     for seed in range(1, 1 + _MOST_SEEDS):
         if seed > _LEAST_SEEDS and time.monotonic() - started > 1.0:
-            return
-        yield seed
-
-
-def _depends_on_seed(
-    replay: BatchReplay, run: Callable[..., ReplayedStep], whole: Any, before: ReplayedStep, seed: int
-) -> bool:
-    random.seed(seed)
-    numpy.random.seed(seed)
-    assert before.recording is not None
-    again = run(whole, record=partial(Recording, whole=before.recording.taken))
-    return not GradientFit(before.gradients, [again.gradients]).difference([1.0]) <= replay.tolerance
+            break
+        random.seed(seed)
+        numpy.random.seed(seed)
+        again = run(record=partial(Recording, whole=before.recording.taken))
+        if not GradientFit(before.gradients, [again.gradients]).difference([1.0]) <= tolerance:
+            return True
+    return False
 
 
 def _count_tokens(parts: Sequence[Any]) -> Sequence[float]:

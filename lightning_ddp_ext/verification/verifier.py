@@ -91,6 +91,7 @@ class _Verifier:
         self._weight_by: str | None = None
         self._communicates = False  # the step does
         self._ddp = "ddp"  # the name of the strategy that trains the module
+        self._is_over = False  # the time limit
         self._is_divided = False  # a stream that gives each rank other samples
         self._equal: list[str] = []  # strategies that train as one process
 
@@ -121,6 +122,8 @@ class _Verifier:
             findings = {check.name for check in found if check.verdict == "finding"}
             if "step of a rank" in findings or (name != "ddp" and f"`{name}` on {len(run.sizes)} ranks" in findings):
                 self._weight_by = None  # no strategy mends a step that is different on ranks
+                break
+            if self._is_over:
                 break
         if self._gathers and checks[0].verdict == "finding":
             # Such as a contrastive loss over features that ranks gather.
@@ -183,8 +186,6 @@ class _Verifier:
         thirds = [(one, [1, 1, sum(one.sizes()) - 2]) for one in self._validation]
         of_two = [sizes[0], number - sizes[0]], unequal
         for parts, validation in (of_two, (sizes, thirds))[: len(sizes) - 1]:
-            if self._weight_by is None:  # the time limit is over
-                return
             make = partial(kind, weight_by=self._weight_by, **({"split": parts} if shares else {}))
             yield name, Run(make, parts, shares, validation)
 
@@ -195,7 +196,7 @@ class _Verifier:
             name = name.replace("ddp", self._ddp) if strategy == "ddp" else name
         except TooLateError as error:
             if time.monotonic() >= self._deadline and not error.communicates:
-                self._weight_by = None
+                self._is_over = True
                 yield _incomparable(name, "the time limit is over", "give more time with `limit`")
                 return
             text = f"training does not end: rank {error.place} waits for others that have gone on"
@@ -311,7 +312,9 @@ class _Verifier:
         return self._communicates and "ddp" in self._equal
 
     def use(self) -> str:
-        """Return the arguments of the Trainer to use."""
+        """Return the arguments of the Trainer to use; empty if there are none, or nothing was proved in time."""
+        if self._is_over:
+            return ""
         if self._weight_by is None:
             return f'strategy="{self._ddp}"' if self._gathers else ""
         name, kind = self._recommended

@@ -37,7 +37,7 @@ def test_devices_are_listed_with_a_split_that_the_command_accepts():
 
 def test_a_device_that_takes_longer_is_slower(monkeypatch):
     fast = measure_device(torch.device("cpu"))
-    monkeypatch.setattr("lightning_ddp_ext.cli.devices._time_product", lambda matrix: 1.0)
+    monkeypatch.setattr("lightning_ddp_ext.cli.devices.time_call", lambda call, device: 1.0)
     slow = measure_device(torch.device("cpu"))
     assert (slow.device, slow.name, slow.speed) == ("cpu", "", 2 * 512**3)
     assert fast.speed > slow.speed

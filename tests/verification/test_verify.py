@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -273,14 +274,15 @@ def test_tensors_of_different_sizes_are_an_error_with_a_remedy():
 
 
 def connect():
-    names = ("LOCAL_RANK", "WORLD_SIZE")
-    with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
-        return [os.environ[name] for name in names]
+    port = int(os.environ["MASTER_PORT"])
+    open_ = [one.laddr for one in psutil.Process(os.getppid()).net_connections("tcp") if one.status == "LISTEN"]
+    with socket.create_connection(("127.0.0.1", port)):
+        return [os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], [one.ip for one in open_ if one.port == port]]
 
 
-def test_the_port_of_ranks_is_open_before_they_start():
+def test_the_port_of_ranks_is_open_before_they_start_on_this_machine_only():
     found = processes.run_forked([connect] * 2, time.monotonic() + 20, are_ranks=True)
-    assert found == [["0", "2"], ["1", "2"]]
+    assert found == [["0", "2", ["127.0.0.1"]], ["1", "2", ["127.0.0.1"]]]
 
 
 def sleep_until_killed():
