@@ -1,9 +1,19 @@
+import logging
 import sys
+from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from lightning_ddp_ext.cli.main import main
+
+
+def close_logs(folder):
+    """Close the log files of a job, which Hydra leaves open until its process ends."""
+    for handler in [*logging.getLogger().handlers]:
+        if isinstance(handler, logging.FileHandler) and folder in Path(handler.baseFilename).parents:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
 
 
 @pytest.fixture
@@ -19,6 +29,7 @@ def call_main(tmp_path, monkeypatch, capsys):
         GlobalHydra.instance().clear()
         with pytest.raises(SystemExit) as ended:
             main()
+        close_logs(tmp_path)
         return ended.value.code, capsys.readouterr()
 
     return call
