@@ -9,11 +9,13 @@ from lightning_ddp_ext.cli.main import main
 
 
 def close_logs(folder):
-    """Close the log files of a job, which Hydra leaves open until its process ends."""
-    for handler in [*logging.getLogger().handlers]:
-        if isinstance(handler, logging.FileHandler) and folder in Path(handler.baseFilename).parents:
-            logging.getLogger().removeHandler(handler)
-            handler.close()
+    """Take the log files of a job from all loggers, where they would stay until the process ends."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    for logger in loggers:
+        for handler in [*logger.handlers]:
+            if isinstance(handler, logging.FileHandler) and folder in Path(handler.baseFilename).parents:
+                logger.removeHandler(handler)
+                handler.close()
 
 
 @pytest.fixture
