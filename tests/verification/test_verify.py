@@ -275,7 +275,7 @@ def test_tensors_of_different_sizes_are_an_error_with_a_remedy():
 
 def connect():
     port = int(os.environ["MASTER_PORT"])
-    open_ = [one.laddr for one in psutil.Process(os.getppid()).net_connections("tcp") if one.status == "LISTEN"]
+    open_ = [one.laddr for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
     with socket.create_connection(("127.0.0.1", port)):
         return [os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], [one.ip for one in open_ if one.port == port]]
 
