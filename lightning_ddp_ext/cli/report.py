@@ -109,9 +109,9 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
         table.add_row(name, f"{value:.4f}")
     if trainer.global_step:
         table.add_row("optimizer steps", str(trainer.global_step))
-    files = sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.stat().st_size
-    )
+    written = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    # A logger's folder, which may hold many files, is one line.
+    files = sorted({str(path) if path.parent.name in {"", "checkpoints"} else f"{path.parts[0]}/" for path in written})
     files = [name for name in files if not name.startswith(".")]
     table.add_row(f"in {_relative(folder)}", "\n".join(files))
     print_table(table)

@@ -1,6 +1,7 @@
 """Modes of the command besides training, and the result that a sweeper optimizes."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from tests.cli.commands import OWN, command
 
 CUSTOM = ["model=custom", "model._target_=net.Net", "data=custom", "data._target_=net.Data", "plot=false"]
-QUIET = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "trainer.max_epochs=1"]
+QUIET = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
 
 
 def run(folder, name, *overrides, **options):
@@ -24,7 +25,7 @@ def results(folder, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["balanced_dp", "ddp_join"])
 def test_a_checkpoint_is_validated_tested_and_used_for_predictions_as_after_its_training(tmp_path, strategy):
-    run(tmp_path, "trained", f"strategy={strategy}")
+    run(tmp_path, "trained", f"strategy={strategy}", "trainer.max_epochs=1")
     trained = results(tmp_path, "trained")
     assert {*trained} == {"my_val", "my_test"}
     checkpoint = "ckpt_path=trained/checkpoints/last.ckpt"
@@ -56,12 +57,37 @@ def test_a_mode_that_cannot_run_is_one_message(complaint, monkeypatch, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("logger", "files"), [("tensorboard", "*tfevents*"), ("wandb", "*.wandb")])
+def test_loggers_of_other_packages_record_what_the_table_records(tmp_path, logger, files):
+    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.monitor=my_val"]
+    stopping += ["callbacks.early_stopping.divergence_threshold=0.0"]  # any value is above
+    overrides = ["strategy=ddp_join", f"logger={logger}", *stopping, "trainer.max_epochs=9"]
+    done = run(tmp_path, "run", *overrides, WANDB_MODE="offline")
+    assert {*results(tmp_path, "run")} == {"my_test", "my_val"}
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 3  # one validation, one test
+    recorded = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob(files))
+    assert [name in recorded for name in (b"my_val", b"my_test", b"my_train")] == [True, True, False]
+    listed = [line.split()[-2] for line in done.stdout.splitlines() if f" {logger}/" in line]
+    assert listed == [f"{logger}/"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("debug", "steps"), [("fast", 1), ("overfit", 50)])
+def test_a_model_is_tried_on_one_batch(tmp_path, debug, steps):
+    done = run(tmp_path, "run", "strategy=ddp_join", f"debug={debug}")
+    assert re.search(rf"optimizer steps\s+│ {steps}\s", done.stdout)
+    assert ("my_test" in results(tmp_path, "run")) == (debug == "fast")
+    assert (tmp_path / "run" / "metrics.csv").exists() == (debug == "overfit")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "jobs"), [("balanced_dp", 4), ("ddp_join", 2)])
 def test_a_sweeper_finds_the_best_job(tmp_path, strategy, jobs):
     sweep = ["--multirun", "hydra/sweeper=optuna", f"hydra.sweeper.n_trials={jobs}", "hydra.sweeper.n_jobs=1"]
     choices = ["hydra.sweeper.direction=minimize", "+model.rate=interval(0.0,0.5)", "hydra.sweeper.sampler.seed=1"]
     (tmp_path / "net.py").write_text(OWN)
     overrides = [*sweep, *CUSTOM, *QUIET, *choices, f"strategy={strategy}", "hydra.sweep.dir=sweep", "test=false"]
+    overrides.append("trainer.max_epochs=1")
     command(tmp_path, *overrides, "optimized_metric=my_val", limit=280, OMP_NUM_THREADS="1")
     values = [results(tmp_path, f"sweep/{number}")["my_val"] for number in range(jobs)]
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
