@@ -55,6 +55,11 @@ def test_pages_state_the_range_of_versions_that_is_required():
     assert ".".join(torch.__version__.split(".")[:2]) in versions
     for page in ("README.md", "docs/index.md", "docs/installation.md"):
         assert f"torch {first} to {last}" in " ".join((ROOT / page).read_text().split()), page
+    badges = re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "images" / "badges.svg").read_text())
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert badges[:4] == ["python", f"{pythons[0]} to {pythons[-1]}", "torch", f"{first} to {last}"]
+    lightnings = {row.lightning.rpartition(".")[0] for row in ROWS.values()}
+    assert badges[4:6] == ["lightning", ", ".join(sorted(lightnings))]
 
 
 def test_every_supported_version_of_torch_has_a_row_that_has_passed():
