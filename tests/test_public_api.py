@@ -49,6 +49,11 @@ def test_no_kind_of_accelerator_is_a_special_case():
     assert [path.name for path, text in sources().items() if special.search(text)] == []
 
 
+def test_no_two_modules_have_one_name():
+    names = [path.name for path in sources() if path.name != "__init__.py"]
+    assert sorted(names) == sorted({*names})
+
+
 UPSTREAM = ["lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"]
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder, or a module beside the folders, imports from those to its right only.

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from lightning_ddp_ext._lightning import NAME, ClusterEnvironment, DDPStrategy, FSDPStrategy, PossibleUserWarning
 from lightning_ddp_ext.cli.devices import DeviceSpeed, describe_devices, measure_device, time_call
-from lightning_ddp_ext.cli.report import two_columns
+from lightning_ddp_ext.cli.run_report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
 from lightning_ddp_ext.cli.validate import QUIET, check_run, make_trainer, prepare_config

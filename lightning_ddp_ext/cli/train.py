@@ -32,7 +32,7 @@ from lightning_ddp_ext._lightning import (
 )
 from lightning_ddp_ext._output import logged_numbers
 from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_results
+from lightning_ddp_ext.cli.run_report import LaunchSummary, draw_run, print_results
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
 from lightning_ddp_ext.cli.validate import check_run, make, make_all, make_trainer, prepare_config
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
 from lightning_ddp_ext.callbacks.reports import RankRecord, ReplicaRecord
-from lightning_ddp_ext.cli.report import draw_run
+from lightning_ddp_ext.cli.run_report import draw_run
 
 
 def draw(folder, monkeypatch, trainer):

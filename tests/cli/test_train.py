@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from omegaconf import OmegaConf
 
 from lightning_ddp_ext.cli import validate
-from lightning_ddp_ext.cli.report import LaunchSummary
+from lightning_ddp_ext.cli.run_report import LaunchSummary
 from lightning_ddp_ext.cli.settings import LaunchError
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 from lightning_ddp_ext.cli.validate import check_run, has_process_group, prepare_config
