@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_ddp_ext._compat.torch import checksums, find_ignored, read_all
+from lightning_ddp_ext._compat.torch import checksums, equal_or_nan, find_ignored, read_all
 from lightning_ddp_ext.distributed.exchange import (
     exchange_device,
     gather_different,
@@ -288,46 +288,18 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
 
 @torch.no_grad()
 def _measure_difference(tensor: Tensor, source: int, other: int, group: dist.ProcessGroup | None) -> str:
-    """Describe how the tensor of one rank differs from the tensor of another rank."""
+    """Describe how far the tensor of one rank is from the tensor of another rank."""
     if tensor.is_nested or tensor.is_meta or is_lazy(tensor):
         return ""
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     own = dense.resolve_conj().resolve_neg().to(exchange_device(group)).contiguous().view(-1)
     reference = own.clone()
     dist.broadcast(reference.view(torch.uint8), group=group, group_src=source)  # bytes: gloo lacks some dtypes
-    text = ""
-    if dist.get_rank(group) == other:
-        text = _compare_elements(own.cpu(), reference.cpu(), dense.shape)  # not every device has float64
-    return str(gather_objects(text, group)[other])
-
-
-def _compare_elements(own: Tensor, reference: Tensor, shape: torch.Size) -> str:
-    size = own.element_size()
-    bits, bits_of_reference = own.view(torch.uint8).view(-1, size), reference.view(torch.uint8).view(-1, size)
-    positions = (bits != bits_of_reference).any(1).nonzero().view(-1)
-    number = positions.numel()
-    if not number:  # sparse tensors with the same dense values
-        return ""
-    first = int(positions[0])
-    place = f" at {[int(i) for i in torch.unravel_index(positions[0], shape)]}" if shape else ""
+    differs = ~equal_or_nan(own, reference)
     precise = torch.complex128 if own.is_complex() else torch.float64
-    values, expected = own[positions].to(precise), reference[positions].to(precise)
-    absolute = float((values - expected).abs().max())
-    relative = absolute / float(torch.maximum(values.abs(), expected.abs()).max()) if absolute else 0.0
-    found, wanted = _element_to_text(own[first]), _element_to_text(reference[first])
-    if found == wanted:  # such as nan with other bits
-        found, wanted = (f"{found} (0x{bytes(one[first].tolist()[::-1]).hex()})" for one in (bits, bits_of_reference))
-    return (
-        f": {number} element{'s differ' if number > 1 else ' differs'}, first{place} {found} instead of {wanted},"
-        f" by up to {absolute:.3g} (relative {relative:.3g})"
-    )
-
-
-def _element_to_text(element: Tensor) -> str:
-    value = element.item()
-    if isinstance(value, bool | int):
-        return str(value)
-    return f"{value:.17g}" if element.element_size() >= 8 and not element.is_complex() else f"{value:.9g}"
+    values, expected = (one[differs].cpu().to(precise) for one in (own, reference))  # not every device has float64
+    largest = float((values - expected).abs().max()) if len(values) else 0.0  # such as nan with other bits
+    return f" by up to {gather_objects(largest, group)[other]:.3g}"
 
 
 def name_training_state(
