@@ -7,7 +7,6 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -15,23 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_ext._compat.torch import Normalisation, TensorVersions, called_attribute, never_compiled, uncompiled
+from lightning_ddp_ext._compat.torch import Normalisation, called_attribute, never_compiled, uncompiled
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Buffer:
-    """A buffer of a module before a forward pass, with a clone."""
-
-    owner: nn.Module
-    name: str
-    tensor: Tensor
-    clone: Tensor
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """The module and the name, for sets."""
-        return id(self.owner), self.name
+_Buffers = Sequence[tuple[nn.Module, dict[str, Tensor | None]]]  # of the parts of a module
 
 
 class BufferSnapshot:
@@ -41,73 +27,34 @@ class BufferSnapshot:
     compute something else than in the first forward pass.
     """
 
-    def __init__(self, buffers: Sequence[_Buffer], uncounted: Set[tuple[int, str]]) -> None:
-        self.buffers = buffers
-        self._versions = TensorVersions([buffer.tensor for buffer in buffers])
-        self._uncounted = uncounted
-        self._current: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+    def __init__(self, module: nn.Module) -> None:
+        self._before = _clone([(part, part._buffers) for part in module.modules()])
+        self._current: _Buffers = []
 
-    def changed(self) -> list[_Buffer]:
-        """Return the buffers that have changed, and the buffers whose changes torch does not count."""
-        found = self._versions.changed([buffer.owner._buffers.get(buffer.name) for buffer in self.buffers])
-        changed = {id(one.tensor) for n, one in enumerate(self.buffers) if n in found or one.key in self._uncounted}
-        return [buffer for buffer in self.buffers if id(buffer.tensor) in changed]  # wherever it is shared
+    def differs(self) -> bool:
+        """Return True if the buffers have changed since then."""
+        pairs = [(own.get(name), one) for part, own in self._before for name, one in part._buffers.items()]
+        return any(one is not other and (one is None or other is None or not one.equal(other)) for one, other in pairs)
 
     def __enter__(self) -> None:
-        changed = self.changed()
-        owners = {id(buffer.owner): buffer.owner for buffer in changed}
-        self._current = [(owner, dict(owner._buffers)) for owner in owners.values()]
-        # Clone again, since `retain_graph=True` allows several backward passes. A shared buffer gets one clone.
-        clones = {id(buffer.clone): buffer.clone.clone() for buffer in changed}
-        for buffer in changed:
-            buffer.owner._buffers[buffer.name] = clones[id(buffer.clone)]
+        self._current = [(part, dict(part._buffers)) for part, _ in self._before]
+        _set(_clone(self._before))  # again, since `retain_graph=True` allows several backward passes
 
     def __exit__(self, *exception: object) -> None:
-        for owner, buffers in self._current:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
+        _set(self._current)
         self._current = []
 
 
-class BufferSnapshots:
-    """Takes a snapshot of a module's buffers before each forward pass, and clones only the buffers that have changed.
+def _clone(buffers: _Buffers) -> _Buffers:
+    """Clone buffers; one that several modules share stays shared."""
+    clones = {id(one): one.detach().clone() for _, own in buffers for one in own.values() if one is not None}
+    return [(part, {name: clones.get(id(one)) for name, one in own.items()}) for part, own in buffers]
 
-    Tensor versions show the changes, except for running statistics, which torch changes without counting. Buffers of
-    normalisation layers are therefore always cloned. Any other buffer that changes uncounted is found by comparing
-    values in the first forward pass of each combination of training and evaluation modes.
-    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._last = BufferSnapshot([], frozenset())
-        self._uncounted: set[tuple[int, str]] = set()
-        self._known_modes: set[tuple[bool, ...]] = set()
-
-    def take(self) -> BufferSnapshot:
-        """Take a snapshot."""
-        changed = {id(buffer.tensor) for buffer in self._last.changed()}
-        clones = {id(one.tensor): one.clone for one in self._last.buffers if id(one.tensor) not in changed}
-        buffers = []
-        for owner in self._module.modules():
-            for name, tensor in owner._buffers.items():
-                if isinstance(owner, Normalisation):
-                    self._uncounted.add((id(owner), name))
-                if tensor is not None:
-                    if id(tensor) not in clones:
-                        clones[id(tensor)] = tensor.detach().clone()
-                    buffers.append(_Buffer(owner, name, tensor, clones[id(tensor)]))
-        self._last = BufferSnapshot(buffers, self._uncounted)
-        return self._last
-
-    def learn(self, snapshot: BufferSnapshot) -> bool:
-        """Compare buffers with the snapshot from before a forward pass; return True if a forward pass changes any."""
-        modes = tuple(part.training for part in self._module.modules())
-        if modes not in self._known_modes:
-            self._known_modes.add(modes)
-            changed = snapshot.changed()
-            unchanged = [buffer for buffer in snapshot.buffers if buffer not in changed]
-            self._uncounted.update(one.key for one in unchanged if not torch.equal(one.clone, one.tensor))
-        return bool(snapshot.changed())
+def _set(buffers: _Buffers) -> None:
+    for part, own in buffers:
+        part._buffers.clear()
+        part._buffers.update(own)
 
 
 class CheckpointedForward:
@@ -121,8 +68,7 @@ class CheckpointedForward:
         self._module = module
         self._attribute = called_attribute(module)
         self._original: Callable[..., Any] | None = module.__dict__.get(self._attribute)
-        self._snapshots = BufferSnapshots(module)
-        # Whether the forward pass changes buffers; None until the first call has shown it.
+        # Whether the forward pass changes buffers; None until the first call of a module with buffers has shown it.
         self._changes_buffers = None if any(True for _ in module.buffers()) else False
 
     @staticmethod
@@ -150,11 +96,7 @@ class CheckpointedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointedForward":
         copied = object.__new__(CheckpointedForward)
-        copied._module = copy.deepcopy(self._module, memo)
-        copied._attribute = self._attribute
-        copied._original = copy.deepcopy(self._original, memo)
-        copied._snapshots = BufferSnapshots(copied._module)
-        copied._changes_buffers = None if self._changes_buffers else self._changes_buffers
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -182,11 +124,13 @@ class CheckpointedForward:
 
     @never_compiled
     def _checkpoint(self, call: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-        snapshot = self._snapshots.take()
-        if not snapshot.buffers:
+        if not any(part._buffers for part in self._module.modules()):
             return checkpoint(call, *values, use_reentrant=False)
+        snapshot = BufferSnapshot(self._module)
         outputs = checkpoint(call, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), snapshot))
-        self._changes_buffers = self._snapshots.learn(snapshot)
+        if self._changes_buffers is None:  # running statistics may change in training only
+            has_statistics = any(isinstance(part, Normalisation) for part in self._module.modules())
+            self._changes_buffers = has_statistics or snapshot.differs()
         return outputs
 
 
