@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
-from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -402,30 +401,6 @@ _PUBLIC_NAMES = {"_allgather_base": "all_gather_single", "_reduce_scatter_base":
 _GROUP_MAKERS = tuple(name for name in ("_new_group_with_tag", "_validate_shrink_inputs") if hasattr(c10d, name))
 
 
-# The functions of `torch.distributed` that tests try in the uneven phase, on every version.
-KNOWN_FUNCTIONS = frozenset({
-    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
-    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "breakpoint", "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "gather_into_tensor",
-    "gather_object", "gather_single", "get_backend", "get_backend_config", "get_backend_impl",
-    "get_default_backend_for_device", "get_global_rank", "get_group_rank", "get_node_local_rank", "get_pg_count",
-    "get_process_group_ranks", "get_rank", "get_world_size", "init_device_mesh", "init_process_group", "irecv",
-    "is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available",
-    "is_nccl_available", "is_torchelastic_launched", "is_ucc_available", "is_xccl_available", "isend",
-    "monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "record_comm", "recv",
-    "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor",
-    "register_rendezvous_handler", "rendezvous", "scatter", "scatter_object_list", "send", "send_object_list",
-    "set_timeout", "shrink_group", "split_group", "supports_complex",
-})  # fmt: skip
-
-
-@functools.cache
-def find_unknown_functions() -> tuple[str, ...]:
-    """Return the public functions of `torch.distributed` that a later version of torch has added."""
-    public = {name for name, value in vars(dist).items() if type(value) is FunctionType and name[0] != "_"}
-    return tuple(sorted(public - KNOWN_FUNCTIONS))
-
-
 @functools.cache
 def find_collectives() -> tuple[str, ...]:
     """Return the methods of a process group that may need other ranks; all of `torch.distributed` calls these."""
@@ -444,14 +419,12 @@ def replaced_collectives(
     find: Callable[[dist.ProcessGroup, str], Callable[..., Any] | None],
     resolve: Callable[[dist.ProcessGroup], dist.ProcessGroup],
     new_group: Callable[[], None],
-    unknown: Callable[[str], None],
 ) -> Iterator[None]:
     """Replace methods of process groups, in every thread, without a cost outside of the block.
 
     `find` maps a group and the public name of a method to a replacement, called as `replacement(original, group, *args,
     **kwargs)`, or to None; `resolve` maps the group of a functional collective to the group to use; `new_group` is
-    called before a group is made, and `unknown` before a function of `torch.distributed` that no test has tried.
-    Collectives of compiled code are not replaced.
+    called before a group is made. Collectives of compiled code are not replaced.
     """
     # A dispatch mode would slow down every operation and miss the threads of a backward pass on GPUs. A backend of our
     # own would stand between the user and NCCL all the time.
@@ -478,9 +451,6 @@ def replaced_collectives(
     replacements += [(c10d, name, maker := getattr(c10d, name), _preceded(maker, new_group)) for name in _GROUP_MAKERS]
     replacements.append((functional_collectives, resolver, resolve_group, find_group))
     replacements.append((c10d, "_tensor_to_object", read_object, read))
-    for name in find_unknown_functions():
-        function = getattr(dist, name)
-        replacements.append((dist, name, function, _preceded(function, functools.partial(unknown, name))))
     try:
         for owner, name, _, replacement in replacements:
             setattr(owner, name, replacement)

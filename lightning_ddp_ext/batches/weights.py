@@ -228,7 +228,7 @@ class CommunicationWatch:
             find(group, _COMBINING[0])
             return group
 
-        return replaced_collectives(find, resolve, lambda: None, lambda name: None)
+        return replaced_collectives(find, resolve, lambda: None)
 
     def weigh_loss(self, loss: Tensor, weights: BatchWeights, of_ranks: Sequence[float], active: int) -> Tensor:
         """Return the weighted loss, given the weights of ranks in the last synchronisation; `active` ones have data."""

@@ -69,9 +69,7 @@ class ActiveRankCollectives:
             metric.process_group = self._group
         redirect = ProcessGroupRedirect(self._active, self._group, self._own)
         try:
-            with replaced_collectives(
-                redirect.find, redirect.resolve, redirect.refuse_new_groups, redirect.refuse_unknown
-            ):
+            with replaced_collectives(redirect.find, redirect.resolve, redirect.refuse_new_groups):
                 yield
         finally:
             self.group = None
@@ -112,7 +110,7 @@ class ProcessGroupRedirect:
         """Return the replacement of a method, `replacement(original, group, *args, **kwargs)`, or None to keep it."""
         if not self._concerns(group):
             return None
-        unknown = partial(self.refuse_unknown, name, owner="ProcessGroup")
+        unknown = partial(self._refuse_unknown, name)
         return cast(_Handler, getattr(self, self._HANDLERS.get(name, ""), unknown))
 
     def resolve(self, group: _Group) -> dist.ProcessGroup:
@@ -123,9 +121,9 @@ class ProcessGroupRedirect:
         """Raise, because all ranks would have to take part in making a process group."""
         raise self._error("a new process group needs every rank")
 
-    def refuse_unknown(self, name: str, *args: Any, owner: str = "torch.distributed", **kwargs: Any) -> Any:
-        """Raise, because it is unknown which ranks a function of `torch.distributed`, or a method, needs."""
-        raise self._error(f"`{owner}.{name}` is not known to work among some of the ranks")
+    def _refuse_unknown(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Raise, because it is unknown which ranks a method needs."""
+        raise self._error(f"`ProcessGroup.{name}` is not known to work among some of the ranks")
 
     def _concerns(self, group: _Group) -> bool:
         if group.group_name in self._own:

@@ -112,9 +112,7 @@ class BatchReplay:
         precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
         alone: AbstractContextManager[Any] = nullcontext()
         if refuses_collectives:
-            alone = replaced_collectives(
-                lambda group, name: _refuse_collective, lambda group: group, lambda: None, lambda name: None
-            )
+            alone = replaced_collectives(lambda group, name: _refuse_collective, lambda group: group, lambda: None)
         try:
             with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, NoDropout():
                 module = self._copied(self._copy)
