@@ -19,7 +19,7 @@ from typing import Any
 
 from measuring.command import describe_machine, print_with_load, start_parser
 from measuring.comparison import make_columns
-from measuring.estimates import estimate_median
+from measuring.estimates import estimate_median, format_ratio
 from measuring.models import TINY
 from measuring.sharing import (
     BATCH,
@@ -50,16 +50,14 @@ class Ratios:
     """The table of ratios."""
 
     def __init__(self) -> None:
-        columns = ("step time", "median", "95 %", "milliseconds", "target")
+        columns = ("step time", "ratio", "milliseconds", "target")
         self.table = make_columns(f"balanced_ddp on {RANKS} ranks", *columns)
 
     def add(self, title: str, times: Mapping[str, list[float]], own: str, other: str, target: str = "") -> None:
         """Add the ratio of two contenders."""
         ratios = [ours / theirs for ours, theirs in zip(times[own], times[other], strict=True)]
-        estimate = estimate_median(ratios)
-        interval = "too few rounds" if estimate is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
         milliseconds = " / ".join(f"{1000 * median(times[name]):.1f}" for name in (own, other))
-        self.table.add_row(title, f"{median(ratios):.3f}", interval, milliseconds, target)
+        self.table.add_row(title, format_ratio(estimate_median(ratios)), milliseconds, target)
 
 
 def main() -> None:
@@ -83,8 +81,7 @@ def main() -> None:
         equal = values[case] = run(measure, contenders, case, rounds, steps)
         for other in ("ddp", "ddp_join"):
             table.add(f"equal ranks, {case}: auto / {other}", equal, "auto", other, "1.02" if other == "ddp" else "")
-        equal["balanced_dp"] = []
-        equal["auto beside it"] = []
+        equal |= {"balanced_dp": [], "auto beside it": []}
         for _ in range(rounds):
             equal["auto beside it"] += run(measure, {"auto": {}}, case, 1, steps)["auto"]
             equal["balanced_dp"] += run(measure, {"dp": "balanced_dp"}, case, 1, steps, ranks=1)["dp"]

@@ -13,13 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from measuring.command import describe_machine, start_parser
+from measuring.command import describe_machine, print_with_load, start_parser
 from measuring.comparison import make_columns
 from measuring.memory import ONE, TWO, MemoryUses, measure_memory
 from measuring.peers import OURS, Outcome, judge
 from measuring.scenarios import MODES, SCENARIOS, Mode, Optimizers
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +45,7 @@ def main() -> None:
         outcomes = judge_all(options.quick)
         results["peers"] = [{"who": play[0], "play": play[1:], **asdict(one)} for play, one in outcomes.items()]
         tables.append(make_peers_table(outcomes))
-    Console(width=max(Console().width, 110)).print(*tables, highlight=False)
+    print_with_load(*tables)
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=1))
 
@@ -110,15 +109,11 @@ def count_passed(outcomes: Mapping[Play, Outcome], name: str) -> int:
     return len(cells - failed)
 
 
-def _letter(outcomes: Mapping[Play, Outcome], play: Play) -> str:
-    return outcomes[play].letter if play in outcomes else ""
-
-
 def _spell(outcomes: Mapping[Play, Outcome], name: str, scenario: str) -> Text:
-    words = (
-        "".join(_letter(outcomes, (name, scenario, mode, optimizer)) for mode in MODES) for optimizer in Optimizers
-    )
-    text = Text("/".join(dict.fromkeys(word for word in words if word)))
+    words = dict.fromkeys(Optimizers, "")
+    for (one, of, _, optimizer), outcome in outcomes.items():  # modes in order
+        words[optimizer] += outcome.letter if (one, of) == (name, scenario) else ""
+    text = Text("/".join(dict.fromkeys(filter(None, words.values()))))
     text.highlight_regex("P", "green")
     text.highlight_regex("[EH]", "red")
     text.highlight_regex("D", "bold red reverse")

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `tests`, which has the faults
 
 from measuring.command import start_parser  # noqa: E402
-from measuring.faults import make_fault_table, show_fault  # noqa: E402
+from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.markup import escape  # noqa: E402
+from rich.table import Table  # noqa: E402
 
 from tests.distributed.hosts import Hosts, reason_to_skip  # noqa: E402
 from tests.strategies.faults import (  # noqa: E402
@@ -41,6 +44,7 @@ from tests.strategies.faults import (  # noqa: E402
 
 _SHORT_LIMIT = 12.0  # seconds, above what a link that was cut for 4 s takes to recover
 _WIDTH = 190  # columns of text, for what was said
+_SAID = 110  # characters
 _FIRST_PORT = 29500
 
 
@@ -60,9 +64,7 @@ def parse_options() -> argparse.Namespace:
     parser = start_parser(__doc__)
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     parser.add_argument("--phases", nargs="+", choices=list(WHEN), default=list(WHEN), help=", ".join(WHEN))
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="where something goes wrong"
-    )
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="where faults happen")
     parser.add_argument("--strategy", choices=("ddp_join", "ddp_checkpoint"), default="ddp_join")
     parser.add_argument("--stall-timeout", type=float, default=_SHORT_LIMIT, help="seconds")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of each loader")
@@ -97,13 +99,54 @@ def start_hosts(stack: ExitStack, folder: Path, options: argparse.Namespace) -> 
     """Make hosts, if there are links to be cut and this is possible."""
     if not set(options.faults) & set(OF_LINKS):
         return None
-    reason = reason_to_skip()
-    if reason:
+    if reason := reason_to_skip():
         print(f"Links are not cut: {reason}.", file=sys.stderr)
         return None
     hosts = Hosts(2, folder)
     stack.callback(hosts.close)
     return hosts
+
+
+def make_fault_table(outcomes: Sequence[FaultOutcome], limit: float) -> Table:
+    """Show what became of runs with a stall limit in seconds."""
+    right = sum(outcome.is_right for outcome in outcomes)
+    table = Table(
+        title=f"Faults with a stall limit of {limit:g} s: {right} of {len(outcomes)} as promised",
+        caption="Seconds are those from the fault until the last rank has ended that can.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("fault", "rank", "phase", "seconds", "checkpoints", "left", "what a rank said"):
+        table.add_column(name, justify="right" if name in ("rank", "seconds", "left") else "left")
+    for outcome in outcomes:
+        table.add_row(*map(escape, _make_row(outcome)), style=None if outcome.is_right else "bold")
+    return table
+
+
+def show_fault(outcome: FaultOutcome) -> str:
+    """Return the row of a fault as a line."""
+    return " | ".join(_make_row(outcome))
+
+
+def _make_row(outcome: FaultOutcome) -> list[str]:
+    completed = all(row["value"] for row in outcome.rows)
+    seconds = "hung" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+    intact = f"{outcome.checkpoints} intact" if not outcome.broken else f"broken: {', '.join(outcome.broken)}"
+    return [
+        outcome.fault.kind,
+        str(outcome.fault.rank),
+        outcome.fault.phase,
+        seconds,
+        intact,
+        str(outcome.left),
+        "(training completed)" if completed else _shorten(outcome.said),
+    ]
+
+
+def _shorten(text: str) -> str:
+    """Return the first line of an error, cut where it is long."""
+    line = text.partition("\n")[0].removeprefix("OtherRankError: ")
+    return line if len(line) <= _SAID else f"{line[: _SAID - 3]}..."
 
 
 def to_json(outcome: FaultOutcome) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from measuring.estimates import FEWEST, estimate_to_json, format_ratio
 from measuring.fitting import Classifier, make_trainer
 from measuring.models import CASES as SMALL_CASES
 from measuring.models import MANY
-from measuring.rounds import Burst, Measurement, collect_rounds
+from measuring.rounds import Burst, Measurement, collect_rounds, order_of
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.nn import functional
@@ -179,13 +179,8 @@ class Window(pl.Callback):
     """Times and memory of the steps after the warm-up; a profiler makes steps longer, but not the device's work."""
 
     def __init__(self, device: torch.device, profiler: Profiler | None = None) -> None:
-        self._device = device
-        self._is_cpu = device.type == "cpu"
-        self._profiler = profiler
-        self._begin = 0.0
-        self.seconds = 0.0
-        self.peak = 0.0
-        self.held = 0.0
+        self._device, self._is_cpu, self._profiler = device, device.type == "cpu", profiler
+        self._begin = self.seconds = self.peak = self.held = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock after the warm-up, when the optimizer has cleared all gradients."""
@@ -310,14 +305,9 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace) -> tu
         for name, strategy in strategies.items()
     }
 
-    @contextmanager
-    def enter() -> Iterator[Mapping[str, Callable[[], Burst]]]:
-        yield turns
-
-    measurement = collect_rounds(enter, FEWEST, FEWEST, any_load=True)
+    measurement = collect_rounds(lambda: nullcontext(turns), FEWEST, FEWEST, any_load=True)
     while len(measurement.rounds) < options.rounds and time.perf_counter() < until:
-        number = len(measurement.rounds)
-        names = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
+        names = order_of(list(turns), len(measurement.rounds))
         measurement.rounds.append({name: turns[name]() for name in names})
     return measurement, work
 

@@ -35,37 +35,28 @@ def main() -> None:
     table = make_columns(f"{options.signals} signals to one of {RANKS} ranks of `ddp_join`", "", "count")
     for name, count in counts.items():
         table.add_row(name, f"{count}")
-    console = Console()
-    console.print(table)
-    for problem in problems:
-        console.print(problem)
+    Console().print(table, *problems, sep="\n")
     if options.output is not None:
         options.output.write_text(json.dumps({**counts, "problems": problems}, indent=2))
     raise SystemExit(bool(problems))
 
 
 def send_signals(number: int, draw: random.Random, folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Train in chains of runs until so many signals have been sent.
-
-    Returns:
-        The counts, and what went wrong.
-    """
-    whole = _make(folder / "whole")
-    started = run(whole, False, None, 0, 0.0)
-    duration = started.seconds
+    """Train in chains of runs until so many signals have been sent; return the counts and the problems."""
+    started = run(folder / "whole", False, None, 0, 0.0)
     counts = dict.fromkeys(("clean ends", "loadable checkpoints", "chains that ended as the whole run"), 0)
     problems = [] if len(started.digests) == 1 else [f"the whole run: {started}"]
     sent = chains = saved = 0
-    chain = _make(folder / "0")
+    chain = folder / "0"
     while sent < number:
         signum, rank = draw.choice(SIGNALS), draw.randrange(RANKS)
-        ending = run(chain, saved > 0, signum, rank, draw.uniform(0.0, 0.7 * duration))
+        ending = run(chain, saved > 0, signum, rank, draw.uniform(0.0, 0.7 * started.seconds))
         if ending.is_complete:
             counts["chains that ended as the whole run"] += ending.digests == started.digests
             if ending.digests != started.digests and ending.codes == [0] * RANKS:
                 problems.append(f"chain {chains} ended with other parameters")
             chains, saved = chains + 1, 0
-            chain = _make(folder / f"{chains}")
+            chain = folder / f"{chains}"
             continue
         sent += 1
         loadable, broken = check_checkpoints(chain, lambda path: torch.load(path, weights_only=True))
@@ -82,11 +73,6 @@ def _judge(ending: Ending, code: int, chain: Path) -> list[str]:
         return []
     last = [(chain / f"rank{rank}.log").read_text().splitlines()[-3:] for rank in range(RANKS)]
     return [f"ended with {ending.codes} instead of {code} after {ending.seconds:.1f} s: {last}"]
-
-
-def _make(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 if __name__ == "__main__":

@@ -33,17 +33,11 @@ OURS: dict[str, Callable[..., Strategy]] = {
 }
 
 
-def wait(seconds: float) -> Callable[[], object]:
-    """Return a function that waits."""
-    return lambda: time.sleep(seconds)
-
-
 class Samples(Dataset[Tensor]):
-    """Samples that take some work."""
+    """Samples whose batches wait for some seconds."""
 
-    def __init__(self, steps: int, work: Callable[[], object] | None) -> None:
-        self._steps = steps
-        self._work = work
+    def __init__(self, steps: int, seconds: float) -> None:
+        self._steps, self._seconds = steps, seconds
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -51,22 +45,21 @@ class Samples(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         """Make a sample."""
-        if self._work is not None and index % _BATCH == 0:  # all work of a batch, since samples are in order
-            self._work()
+        if index % _BATCH == 0:  # for the whole batch, since samples are in order
+            time.sleep(self._seconds)
         return torch.ones(4)
 
 
 class Network(LightningModule):
-    """A small layer, and a step that takes some work."""
+    """A small layer, and a step that waits for some seconds."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self._layer = nn.Linear(4, 1)
-        self._work = work
+        self._layer, self._seconds = nn.Linear(4, 1), seconds
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Make a loss."""
-        self._work()
+        time.sleep(self._seconds)
         loss: Tensor = self._layer(batch).mean()
         return loss
 
@@ -75,20 +68,18 @@ class Network(LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-6)
 
 
-def train(
-    strategy: Strategy, steps: int, of_batch: Callable[[], object] | None, of_step: Callable[[], object]
-) -> float:
+def train(strategy: Strategy, steps: int, of_batch: float, of_step: float) -> float:
     """Return the seconds of one epoch, without the set-up of the Trainer."""
     trainer = make_trainer(strategy, devices=1, max_epochs=1, use_distributed_sampler=False)
     module = Network(of_step)
     ends: list[float] = []
-    vars(module).update(on_train_epoch_start=lambda: ends.append(time.perf_counter()))
-    vars(module).update(on_train_epoch_end=lambda: ends.append(time.perf_counter()))
+    hooks = ("on_train_epoch_start", "on_train_epoch_end")
+    vars(module).update(dict.fromkeys(hooks, lambda: ends.append(time.perf_counter())))
     trainer.fit(module, DataLoader(Samples(steps, of_batch), batch_size=_BATCH))
     return ends[-1] - ends[0]
 
 
-def iterate(steps: int, of_batch: Callable[[], object]) -> float:
+def iterate(steps: int, of_batch: float) -> float:
     """Return the seconds of a loop over the loader."""
     started = time.perf_counter()
     for _ in DataLoader(Samples(steps, of_batch), batch_size=_BATCH):
@@ -98,7 +89,6 @@ def iterate(steps: int, of_batch: Callable[[], object]) -> float:
 
 def measure(seconds: float, steps: int, rounds: int) -> Table:
     """Measure all contenders."""
-    work = wait(seconds)
     single = lambda: SingleDeviceStrategy(torch.device("cpu"))  # noqa: E731
     contenders: dict[str, Callable[[], Strategy]] = {"Lightning, one device": single}
     for name, make in OURS.items():
@@ -107,9 +97,9 @@ def measure(seconds: float, steps: int, rounds: int) -> Table:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     ratios: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
-        longer = max(train(single(), steps, None, work), iterate(steps, work))
+        longer = max(train(single(), steps, 0.0, seconds), iterate(steps, seconds))
         for name, make in contenders.items():
-            taken = train(make(), steps, work, work)
+            taken = train(make(), steps, seconds, seconds)
             if number:  # the first round is a warm-up
                 times[name].append(taken / steps)
                 ratios[name].append(taken / longer)

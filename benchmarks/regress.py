@@ -22,9 +22,9 @@ from measuring.command import start_parser
 from measuring.comparison import make_columns
 from measuring.contender import Contender, closing_all
 from measuring.estimates import estimate_median, format_ratio
+from measuring.fitting import fit_in_turns
 from measuring.models import DEEP, MANY, SMALL, SMALL_CONV
 from measuring.rounds import order_of
-from measuring.turns import fit
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ STARTS, ROUNDS, TURN, LEAST = 2, 8, 0.2, 4  # new processes, rounds of each, sec
 
 @dataclass(frozen=True)
 class Cell:
-    """A strategy on a model, and its peer, as orders for `measuring.turns.fit`."""
+    """A strategy on a model, and its peer, as orders for `fit_in_turns`."""
 
     title: str
     ours: dict[str, Any]
@@ -87,7 +87,7 @@ def measure(cell: Cell, trees: dict[str, Path], starts: int) -> dict[str, list[f
     times: dict[str, list[float]] = {name: [] for name in able}
     for start in range(starts):
         orders = {name: cell.peer if name == PEER else cell.ours for name in able}
-        fits = {name: Contender(fit, order["ranks"], trees[name]) for name, order in orders.items()}
+        fits = {name: Contender(fit_in_turns, order["ranks"], trees[name]) for name, order in orders.items()}
         with closing_all(fits.values()):
             first = {name: fits[name].run(**order, steps=10).median for name, order in orders.items()}
             steps = {name: max(LEAST, math.ceil(TURN / seconds)) for name, seconds in first.items()}

@@ -15,14 +15,13 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from measuring.command import print_with_load, start_parser
 from measuring.comparison import make_columns
-from measuring.fitting import Classifier, make_trainer
-from measuring.models import CASES, load_endlessly
+from measuring.fitting import Classifier, StepTimes, make_trainer
+from measuring.models import CASES, load
 from rich.table import Table
 from torch import Tensor
 
@@ -96,41 +95,22 @@ class WithAdam(Classifier):
         return torch.optim.Adam(self.parameters(), lr=1e-4)
 
 
-class Clock(Callback):
-    """Reads the processor's clock after each batch."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Read it."""
-        self.times.append(time.process_time())
-
-
 def train(name: str, steps: int) -> tuple[float, float, int]:
-    """Train one model on this rank.
-
-    Args:
-        name: Which of the models.
-        steps: How many steps.
-
-    Returns:
-        Seconds of a step and of a comparison, and the bytes that are compared.
-    """
+    """Train one model on this rank; return seconds of a step and of a comparison, and the bytes that are compared."""
     case = CASES[name]
     consistency = ReplicaConsistency(every_n_steps=1)
-    before, after = Clock(), Clock()
+    before, after = StepTimes(time.process_time), StepTimes(time.process_time)
     devices = int(os.environ["WORLD_SIZE"])
     options = {"devices": devices, "max_steps": steps + _WARM_UP, "plugins": []}
     trainer = make_trainer("ddp", before, consistency, after, **options)
     torch.manual_seed(1)
     module: LightningModule = WithAdam(case.build())
-    trainer.fit(module, load_endlessly(case.batch_size // 2, case.shape))
+    trainer.fit(module, load(None, case.batch_size // 2, case.shape))
     parameters: list[Tensor] = list(module.parameters())
     size = 3 * sum(parameter.nbytes for parameter in parameters)
-    comparisons = [end - start for start, end in zip(before.times, after.times, strict=True)]
+    comparisons = [end - start for start, end in zip(before.ends, after.ends, strict=True)]
     # From the end of a comparison to the beginning of the next one.
-    whole_steps = [start - end for end, start in zip(after.times, before.times[1:], strict=False)]
+    whole_steps = [start - end for end, start in zip(after.ends, before.ends[1:], strict=False)]
     step, comparison = (statistics.median(seconds[_WARM_UP:]) for seconds in (whole_steps, comparisons))
     return step, comparison, size
 

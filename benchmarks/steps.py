@@ -19,7 +19,7 @@ Run it with `python benchmarks/steps.py STRATEGY`; it takes about 25 minutes on 
 import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from measuring.command import describe_machine, measure, parse, print_tables, start_parser_of_rounds, write_results
@@ -38,25 +38,15 @@ Orders = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured with each model.
-
-    Attributes:
-        title: Of the table.
-        orders: Makes what each contender is from a key of `CASES`.
-        pairs: A contender and its references, by the name of the ratio; the first ratio is drawn.
-        models: The models.
-        carry_out: Called in each process with an order.
-        ranks: Number of processes.
-        may_fail: Contenders that others go on without.
-    """
+    """What is measured with each model."""
 
     title: str
-    orders: Callable[[str], Orders]
-    pairs: Mapping[str, tuple[str, Sequence[str]]]
+    orders: Callable[[str], Orders]  # of the contenders for a key of `CASES`
+    pairs: Mapping[str, tuple[str, Sequence[str]]]  # a contender and its references, by ratio; the first is drawn
     models: Sequence[str]
     carry_out: Callable[..., None] = fit
     ranks: int = 2
-    may_fail: Sequence[str] = field(default_factory=tuple)
+    may_fail: Sequence[str] = ()  # others go on without them
 
 
 def recomputing(mode: Mode) -> Part:

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -90,21 +91,9 @@ def measure(
     ranks: int = 1,
     may_fail: Collection[str] = (),
 ) -> tuple[Measurement, dict[str, str]]:
-    """Run the rounds of contenders that the same processes host in turn, and say how far they are.
+    """Run the rounds of contenders, each an order for the same processes, and show how far they are.
 
-    Args:
-        what: Is measured.
-        carry_out: Called in each process, as of a `Contender`.
-        orders: What each contender is, by its name.
-        options: The command line.
-        ranks: Number of processes.
-        may_fail: Contenders that others go on without if they fail when processes start.
-
-    Returns:
-        The rounds, and the last line of the error of each contender that failed.
-
-    Raises:
-        RuntimeError: If a contender failed that may not.
+    Return also the last line of the error of each contender of `may_fail` that failed when processes started.
     """
     host = _Host(carry_out, orders, options.burst, ranks, may_fail)
 
@@ -117,47 +106,43 @@ def measure(
     return measurement, host.failures
 
 
+@dataclass
 class _Host:
-    """Starts processes for contenders, again and again; what was learnt about contenders before is remembered."""
+    """Starts processes for contenders, again and again, and remembers failures and numbers of steps."""
 
-    def __init__(
-        self,
-        carry_out: Callable[..., None],
-        orders: Mapping[str, Order],
-        burst: float,
-        ranks: int,
-        may_fail: Collection[str],
-    ) -> None:
-        self.failures: dict[str, str] = {}
-        self._steps: dict[str, int] = {}
-        self._carry_out, self._orders, self._burst, self._ranks = carry_out, orders, burst, ranks
-        self._may_fail = may_fail
+    carry_out: Callable[..., None]
+    orders: Mapping[str, Order]
+    burst: float
+    ranks: int
+    may_fail: Collection[str]
+    failures: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def start(self) -> Iterator[dict[str, Callable[[], Burst]]]:
         """Start processes, and again without a contender that failed: nothing can be known about them after that."""
         while True:
-            contender = Contender(self._carry_out, self._ranks)
+            contender = Contender(self.carry_out, self.ranks)
             with closing_all([contender]):
                 if self._warm_up(contender):
                     yield {
-                        name: functools.partial(contender.run, **self._orders[name], steps=steps)
-                        for name, steps in self._steps.items()
+                        name: functools.partial(contender.run, **self.orders[name], steps=steps)
+                        for name, steps in self.steps.items()
                     }
                     return
 
     def _warm_up(self, contender: Contender) -> bool:
         """Run every contender once, and find out how many steps fill a burst; return whether none failed."""
-        for name in [name for name in self._orders if name not in self.failures]:
+        for name in [name for name in self.orders if name not in self.failures]:
             try:
-                seconds = contender.run(**self._orders[name], steps=_FEWEST_STEPS).median
+                seconds = contender.run(**self.orders[name], steps=_FEWEST_STEPS).median
             except RuntimeError as error:
-                if name not in self._may_fail:
+                if name not in self.may_fail:
                     raise
                 self.failures[name] = str(error).splitlines()[-1]
-                self._steps.pop(name, None)
+                self.steps.pop(name, None)
                 return False
-            self._steps.setdefault(name, max(_FEWEST_STEPS, math.ceil(self._burst / seconds)))
+            self.steps.setdefault(name, max(_FEWEST_STEPS, math.ceil(self.burst / seconds)))
         return True
 
 

@@ -14,17 +14,11 @@ from measuring.rounds import MOST_BY_OTHERS, Measurement
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rounds of some contenders.
-
-    Args:
-        measurement: Rounds of all contenders.
-        pairs: A contender and its references, by the name of the ratio.
-        failures: Why contenders were not measured.
-    """
+    """The rounds of some contenders."""
 
     measurement: Measurement
-    pairs: Mapping[str, tuple[str, Sequence[str]]]
-    failures: Mapping[str, str] = field(default_factory=dict)
+    pairs: Mapping[str, tuple[str, Sequence[str]]]  # a contender and its references, by the name of the ratio
+    failures: Mapping[str, str] = field(default_factory=dict)  # why contenders were not measured
 
     def reference(self, name: str) -> str | None:
         """Return the fastest reference that was measured, or None if there is none or too few rounds count."""

@@ -30,10 +30,8 @@ class Contender:
     where their memory happens to lie; forks of one process share that luck. They are killed by `close`; if this process
     ends without calling it, they end by themselves. One that does not answer within the hard limit is an error.
 
-    Args:
-        carry_out: Called in each process with `Orders` and the items of each order.
-        ranks: Number of processes, of which each knows its rank and where the first one is.
-        tree: Folder that holds the package to be used; this process must not have imported the package.
+    Each process calls `carry_out` with `Orders` and the items of each order. `tree` is the folder that holds the
+    package to be used; this process must not have imported the package.
     """
 
     def __init__(self, carry_out: Callable[..., None], ranks: int = 1, tree: Path | None = None) -> None:
@@ -52,14 +50,9 @@ class Contender:
             self._processes.append(process)
 
     def run(self, *, ranks: int | None = None, **order: object) -> Burst:
-        """Wake the processes with an order, wait until all have carried it out, and return the first one's times.
+        """Wake the first processes, or all, with an order, wait until it is done, and return the first one's times.
 
-        Args:
-            ranks: How many of the processes get the order, the first ones; by default all. Others sleep on.
-            **order: What to do, as the function understands it.
-
-        Raises:
-            RuntimeError: If a process failed or did not answer in time. The message quotes its last lines.
+        An error quotes the last lines of a process that failed or did not answer in time.
         """
         cores, chosen = _find_cores(), range(len(self._processes))[:ranks]
         before = _read_cpu_seconds_of_others(self._pids)

@@ -21,17 +21,11 @@ class Estimate:
 
 
 def estimate_median(values: Sequence[float]) -> Estimate | None:
-    """Return the median with its exact 95 % interval, whatever the distribution.
+    """Return the median with its exact 95 % interval, whatever the distribution; None for fewer than six values.
 
     The number of `n` independent values below the true median is binomial with probability 1/2. So the `l`-th smallest
     and the `l`-th largest value enclose it with probability `1 - 2 * P(B < l)`, and `l` is the largest number for which
     that is 95 % or more: H. A. David and H. N. Nagaraja, Order Statistics, 3rd edition, section 7.1.
-
-    Args:
-        values: In any order.
-
-    Returns:
-        None for fewer than six values.
     """
     if len(values) < FEWEST:
         return None

@@ -58,16 +58,8 @@ def train(
 ) -> None:
     """Train an epoch and report the times of the first rank's steps, which has a batch in each.
 
-    Args:
-        orders: Where to report to.
-        case: A key of `CASES`; each rank takes half of its batch size.
-        steps: Steps of the first rank that count.
-        way: The Trainer's `strategy`, or `JOIN` or `ACCELERATE` for a plain loop.
-        amounts: How much data the second rank has: as much as the first one; half of it, of the steps that count; or
-            one batch, so that all steps that count are in the uneven phase.
-        ranks: Number of processes that train together.
-        is_sized: Whether loaders tell their length.
-        is_talkative: Whether steps issue collectives; in the Trainer only.
+    `way` is the Trainer's `strategy`, or `JOIN` or `ACCELERATE` for a plain loop. The second rank has as much data as
+    the first one, half of it, or one batch, so that all steps that count are in the uneven phase.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)

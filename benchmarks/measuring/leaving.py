@@ -69,31 +69,20 @@ class _Reporter(Callback):
 
 @dataclass(slots=True)
 class Ending:
-    """How a run has ended.
+    """How a run has ended."""
 
-    Attributes:
-        codes: Exit code of each rank; None if it had to be killed.
-        seconds: From the signal to the end of the last rank.
-        is_complete: Whether training had come to its end when the signal came.
-        digests: Of parameters, buffers and optimizer of the ranks that came to their end.
-    """
-
-    codes: list[int | None]
-    seconds: float
-    is_complete: bool
-    digests: set[str]
+    codes: list[int | None]  # of the ranks; None if one had to be killed
+    seconds: float  # from the signal to the end of the last rank
+    is_complete: bool  # training had come to its end before the signal
+    digests: set[str]  # of the ranks that came to their end
 
 
 def run(folder: Path, resume: bool, signum: signal.Signals | None, rank: int, delay: float) -> Ending:
-    """Train until a signal comes, or the end.
+    """Train until a signal comes to a rank, seconds after the start of training, or the end.
 
-    Args:
-        folder: Where checkpoints and what the ranks print are.
-        resume: Whether there is a checkpoint to go on from.
-        signum: The signal; None for none.
-        rank: Which rank gets it.
-        delay: Seconds after the start of training.
+    The folder gets checkpoints and the output of the ranks.
     """
+    folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")  # the packages have been imported already
     port = free_port()
     pipes = [context.Pipe() for _ in range(RANKS)]

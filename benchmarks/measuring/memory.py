@@ -29,17 +29,11 @@ _BUILT, _FORWARD, _BACKWARD = "memory: built", "memory: forward", "memory: backw
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory beyond the parameters, in units of the size of all gradients.
+    """Memory beyond the parameters, in units of the size of all gradients."""
 
-    Attributes:
-        first_peak: The most during the first backward pass.
-        peak: The most during a later backward pass that synchronises.
-        held: The most that is left between steps, after `optimizer.zero_grad()`.
-    """
-
-    first_peak: float
-    peak: float
-    held: float
+    first_peak: float  # during the first backward pass
+    peak: float  # during later backward passes that synchronise
+    held: float  # between steps, after `optimizer.zero_grad()`
 
 
 MemoryUses = dict[str, dict[str, MemoryUse]]
@@ -52,9 +46,6 @@ def measure_memory() -> MemoryUses:
     The model has next to no activations: 64 square layers, and a batch of one sample. What torch has allocated since
     it was built and has not freed belongs to the gradients: they themselves, buckets and messages. The backend's own
     buffers are not seen.
-
-    Returns:
-        For each of them the memory of steps with one batch and with two accumulated ones.
     """
     with redirect_stdout(io.StringIO()):  # the profiler is talkative
         return run_processes(_measure_all, RANKS, timeout=300)[0]

@@ -1,7 +1,7 @@
 """The models that are trained, and their data."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,7 @@ _DIFFERENT_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network, and the batch that it is trained on.
-
-    Args:
-        build: Makes the network.
-        shape: Shape of one sample.
-        batch_size: Samples of a whole batch, however many devices share it.
-    """
+    """A network, the shape of a sample, and the size of a whole batch, however many devices share it."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -46,9 +40,8 @@ def _make_batches(batch_size: int, shape: tuple[int, ...]) -> list[Batch]:
 class ReadyBatches(Dataset[Batch]):
     """So many ready batches."""
 
-    def __init__(self, length: int, batch_size: int, shape: tuple[int, ...]) -> None:
-        self._length = length
-        self._batches = _make_batches(batch_size, shape)
+    def __init__(self, length: int, batches: Sequence[Batch]) -> None:
+        self._length, self._batches = length, batches
 
     def __len__(self) -> int:
         return self._length
@@ -60,24 +53,19 @@ class ReadyBatches(Dataset[Batch]):
 class ReadyStream(IterableDataset[Batch]):
     """Ready batches in turn, so many of them or without end; how many cannot be asked."""
 
-    def __init__(self, length: int | None, batch_size: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, length: int | None, batches: Sequence[Batch]) -> None:
         super().__init__()
-        self._length = length
-        self._batches = _make_batches(batch_size, shape)
+        self._length, self._batches = length, batches
 
     def __iter__(self) -> Iterator[Batch]:
         return itertools.islice(itertools.cycle(self._batches), self._length)
 
 
-def load(length: int, batch_size: int, shape: tuple[int, ...], is_sized: bool) -> DataLoader[Batch]:
-    """Return a loader of so many batches, which it may tell or not."""
-    dataset = (ReadyBatches if is_sized else ReadyStream)(length, batch_size, shape)
+def load(length: int | None, batch_size: int, shape: tuple[int, ...], is_sized: bool = False) -> DataLoader[Batch]:
+    """Return a loader of so many batches, or without end; it has a length if asked for."""
+    batches = _make_batches(batch_size, shape)
+    dataset = ReadyBatches(length, batches) if length and is_sized else ReadyStream(length, batches)
     return DataLoader(dataset, batch_size=None)
-
-
-def load_endlessly(batch_size: int, shape: tuple[int, ...]) -> DataLoader[Batch]:
-    """Return a loader whose batches never end."""
-    return DataLoader(ReadyStream(None, batch_size, shape), batch_size=None)
 
 
 class RepeatedSamples(Dataset[Tensor]):
@@ -145,44 +133,28 @@ def _layer(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
 
 
-def _mlp() -> nn.Module:
-    return Segmented(_layer(512, 1024), [_layer(1024, 1024)], nn.Linear(1024, CLASSES))
-
-
-def _tiny() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), *(_layer(16, 16) for _ in range(30)), nn.Linear(16, CLASSES))
+def _layers(number: int, width: int) -> Iterator[nn.Sequential]:
+    return (_layer(width, width) for _ in range(number))
 
 
 def _many() -> nn.Module:
     # 500 layers with a weight and a bias each. Without the residuals gradients would fade to denormal numbers.
-    segments = [_Residual(*(_layer(16, 16) for _ in range(6))) for _ in range(83)]
+    segments = [_Residual(*_layers(6, 16)) for _ in range(83)]
     return Segmented(nn.Linear(16, 16), segments, nn.Linear(16, CLASSES))
-
-
-def _deep() -> nn.Module:
-    return nn.Sequential(*(_layer(512, 512) for _ in range(8)))
-
-
-def _small() -> nn.Module:
-    return nn.Sequential(_layer(16, 16), nn.Linear(16, 4))
-
-
-def _small_conv() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
-
-
-def _toy() -> nn.Module:
-    return nn.Linear(4, CLASSES)
 
 
 CASES = {
     "conv net": Case(_conv, (3, 16, 16), 64),
     "transformer": Case(_transformer, (32, 128), 32),
-    "MLP": Case(_mlp, (512,), 256),
-    TINY: Case(_tiny, (16,), 64),
+    "MLP": Case(lambda: Segmented(_layer(512, 1024), [_layer(1024, 1024)], nn.Linear(1024, CLASSES)), (512,), 256),
+    TINY: Case(lambda: nn.Sequential(nn.Linear(16, 16), *_layers(30, 16), nn.Linear(16, CLASSES)), (16,), 64),
     MANY: Case(_many, (16,), 64),
-    TOY: Case(_toy, (4,), 8),
-    DEEP: Case(_deep, (512,), 32),
-    SMALL: Case(_small, (16,), 8),
-    SMALL_CONV: Case(_small_conv, (3, 16, 16), 16),
+    TOY: Case(lambda: nn.Linear(4, CLASSES), (4,), 8),
+    DEEP: Case(lambda: nn.Sequential(*_layers(8, 512)), (512,), 32),
+    SMALL: Case(lambda: nn.Sequential(_layer(16, 16), nn.Linear(16, 4)), (16,), 8),
+    SMALL_CONV: Case(
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)),
+        (3, 16, 16),
+        16,
+    ),
 }

@@ -50,12 +50,7 @@ def serve(
 ) -> NoReturn:
     """Carry out each order as `carry_out(orders, **order)` in a process of its own; an error ends the process.
 
-    Args:
-        carry_out: Trains as it is told.
-        pipe: Brings orders.
-        errors: File descriptor for whatever is printed.
-        environment: Further variables.
-        tree: Folder that holds the package to be used, if it has not been imported.
+    The file descriptor `errors` takes all output; `tree` holds the package to be used, if it has not been imported.
     """
     os.setsid()  # Ctrl-C ends the parent, and the parent this
     for stream in (1, 2):

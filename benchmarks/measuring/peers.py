@@ -92,10 +92,7 @@ def connect(name: str, model: nn.Module) -> Wrapped | Reduced:
 class Outcome:
     """How a play ended.
 
-    Attributes:
-        letter: P right; E an error; H no end within the hard limit; D ranks differ, or are equal but wrong, and nobody
-            is told.
-        why: The error, or what is wrong.
+    P right; E an error; H no end within the hard limit; D ranks differ, or are equal but wrong, and nobody is told.
     """
 
     letter: str
@@ -103,14 +100,7 @@ class Outcome:
 
 
 def judge(name: str, scenario: str, mode: Mode, optimizer: str) -> Outcome:
-    """Play a scenario on processes of its own, and return the outcome that a user would meet.
-
-    Args:
-        name: Ours or a peer.
-        scenario: The name of one of `SCENARIOS`.
-        mode: How activations are recomputed.
-        optimizer: A key of `Optimizers`.
-    """
+    """Play a scenario on processes of its own, and return the outcome that a user would meet."""
     try:
         with redirect_stdout(None):  # what the ranks print
             verdicts = run_processes(_play, RANKS, name, scenario, mode, optimizer, timeout=HARD_LIMIT)

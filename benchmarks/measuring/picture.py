@@ -21,22 +21,14 @@ def draw_ratios(
     series: Mapping[str, Sequence[Estimate | None]],
     folder: Path,
     any_load: bool = False,
-) -> list[Path]:
-    """Draw ratios of times into `ratios.png` and `ratios.svg`.
+) -> None:
+    """Draw ratios of times into `ratios.png` and `ratios.svg`, unless matplotlib is missing; a row for each model.
 
-    Args:
-        title: What is compared with what; it begins with the name of ours.
-        models: One row each.
-        series: What it is compared with or in, and the ratio of each model, or None if too few rounds count.
-        folder: Where the pictures go.
-        any_load: Whether rounds count that were not quiet.
-
-    Returns:
-        Their paths; none if matplotlib is not installed (a warning says so).
+    The title begins with the name of ours; a ratio is None if too few rounds count.
     """
     if importlib.util.find_spec("matplotlib") is None:
         warnings.warn("no picture: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
-        return []
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.7 + (0.3 + 0.3 * len(series)) * len(models)), layout="constrained")
@@ -49,10 +41,8 @@ def draw_ratios(
     if any_load:
         axis.set_title("all rounds count, however busy the machine was", color="tab:red", fontsize="medium")
     figure.suptitle(f"Time of a training step: {title}")
-    paths = [folder / f"ratios.{suffix}" for suffix in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    return paths
+    for suffix in ("png", "svg"):
+        figure.savefig(folder / f"ratios.{suffix}", dpi=150)
 
 
 def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, label: str, colour: str) -> None:

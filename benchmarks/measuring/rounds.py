@@ -18,24 +18,14 @@ MOST_BY_OTHERS = 0.03  # of the cores' time
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What a contender did in its turn.
-
-    Args:
-        steps: How many steps were counted.
-        mean: Seconds per step. Not their median: what happens only now and then counts too.
-        median: Median time of a step in seconds.
-        longest: Time of the longest step in seconds.
-        by_others: Share of the cores' time that other processes had.
-        stolen: Share of the cores' time that a hypervisor took.
-        extra: Further times in seconds.
-    """
+    """What a contender did in its turn; times are those of a step in seconds."""
 
     steps: int
-    mean: float
+    mean: float  # decides, not the median, because it has what happens only now and then
     median: float
     longest: float
-    by_others: float
-    stolen: float
+    by_others: float  # share of the cores' time
+    stolen: float  # share that a hypervisor took
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -50,12 +40,7 @@ def is_quiet(round_: Round) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All rounds of some contenders.
-
-    Args:
-        rounds: In the order in which they were run.
-        any_load: Whether rounds count that were not quiet.
-    """
+    """All rounds of some contenders in order; with `any_load`, those count too that were not quiet."""
 
     rounds: list[Round]
     any_load: bool
@@ -111,16 +96,10 @@ def collect_rounds(
     show: Callable[[Measurement], None] = lambda measurement: None,
     stay: int = 1,
 ) -> Measurement:
-    """Run rounds until enough of them count.
+    """Run rounds until as many count as are wanted, and call `enter` for new contenders after every `stay` rounds.
 
-    Args:
-        enter: Enters with what runs a burst of each contender. Who begins rotates from round to round, and every other
-            round runs backwards, so that nobody always follows the same one.
-        wanted: How many rounds have to count.
-        at_most: How many are run at most.
-        any_load: Whether rounds count that were not quiet.
-        show: Called after each round.
-        stay: How many rounds are run before `enter` is called again.
+    Who begins rotates from round to round, and every other round runs backwards, so that nobody always follows the same
+    one.
     """
     measurement = Measurement([], any_load)
 

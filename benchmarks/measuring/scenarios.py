@@ -61,31 +61,31 @@ class Driver(Protocol):
 
 
 Step = Callable[[Driver, Tensor, int, int], None]
+"""Called with the driver, the batch, the number of the step and the rank."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens between two optimizer steps, on a rank.
-
-    Attributes:
-        name: A few words.
-        step: Called with the driver, the batch, the number of the step and the rank.
-        tied: Whether the model ties weights.
-        frozen: Whether the first segments are frozen before gradients are first synchronised.
-    """
+    """What happens between two optimizer steps, on a rank."""
 
     name: str
     step: Step
-    tied: bool = False
-    frozen: bool = False
+    tied: bool = False  # weights of the model
+    frozen: bool = False  # the segments, before gradients are first synchronised
 
 
 def _loss(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([output.pow(2).mean() for output in outputs]).sum()
 
 
-def _reused(run: Driver, x: Tensor, step: int, rank: int) -> None:
-    run.backward(_loss(run.forward(x, tasks=(0, 1), reused=(0, 2))))
+def _one_backward(options: Callable[[int, int], dict[str, Sequence[int]]]) -> Step:
+    def run_step(run: Driver, x: Tensor, step: int, rank: int) -> None:
+        run.backward(_loss(run.forward(x, **options(step, rank))))
+
+    return run_step
+
+
+_both = _one_backward(lambda step, rank: {"tasks": (0, 1)})
 
 
 def _two_backwards_of_one_forward(run: Driver, x: Tensor, step: int, rank: int) -> None:
@@ -103,22 +103,6 @@ def _forward_per_task(run: Driver, x: Tensor, step: int, rank: int) -> None:
     run.backward(_loss([*run.forward(x, tasks=(0,)), *run.forward(x, tasks=(1,))]))
 
 
-def _alternating(run: Driver, x: Tensor, step: int, rank: int) -> None:
-    run.backward(_loss(run.forward(x, tasks=(step % 2,))))
-
-
-def _task_per_rank(run: Driver, x: Tensor, step: int, rank: int) -> None:
-    run.backward(_loss(run.forward(x, tasks=((step + rank) % 2,))))
-
-
-def _reuse_changes(run: Driver, x: Tensor, step: int, rank: int) -> None:
-    run.backward(_loss(run.forward(x, tasks=(0, 1), reused=(0,) if step < 2 else (1, 2))))
-
-
-def _tied(run: Driver, x: Tensor, step: int, rank: int) -> None:
-    run.backward(_loss(run.forward(x, tasks=(0, 1))))
-
-
 def _accumulation(run: Driver, x: Tensor, step: int, rank: int) -> None:
     first, second = x.chunk(2)
     with run.no_sync():
@@ -127,32 +111,32 @@ def _accumulation(run: Driver, x: Tensor, step: int, rank: int) -> None:
 
 
 def _accumulation_later(run: Driver, x: Tensor, step: int, rank: int) -> None:
-    if step:
-        _accumulation(run, x, step, rank)
-    else:
-        run.backward(_loss(run.forward(x, tasks=(0, 1))))
+    (_accumulation if step else _both)(run, x, step, rank)
 
 
 def _thawed(run: Driver, x: Tensor, step: int, rank: int) -> None:
     if step == 2:
         run.model.segments.requires_grad_(True)
-    run.backward(_loss(run.forward(x, tasks=(0, 1))))
+    _both(run, x, step, rank)
 
 
 def _frozen_and_thawed(run: Driver, x: Tensor, step: int, rank: int) -> None:
     run.model.segments[1:].requires_grad_(step not in (1, 2))
-    run.backward(_loss(run.forward(x, tasks=(0, 1))))
+    _both(run, x, step, rank)
 
 
 SCENARIOS = (
-    Scenario("sum of losses, segment reused", _reused),
+    Scenario("sum of losses, segment reused", _one_backward(lambda step, rank: {"tasks": (0, 1), "reused": (0, 2)})),
     Scenario("two backwards of one forward", _two_backwards_of_one_forward),
     Scenario("forward and backward per task", _forward_and_backward_per_task),
     Scenario("forward per task, one backward", _forward_per_task),
-    Scenario("alternating task", _alternating),
-    Scenario("different task on each rank", _task_per_rank),
-    Scenario("reused segments change", _reuse_changes),
-    Scenario("tied weights", _tied, tied=True),
+    Scenario("alternating task", _one_backward(lambda step, rank: {"tasks": (step % 2,)})),
+    Scenario("different task on each rank", _one_backward(lambda step, rank: {"tasks": ((step + rank) % 2,)})),
+    Scenario(
+        "reused segments change",
+        _one_backward(lambda step, rank: {"tasks": (0, 1), "reused": (0,) if step < 2 else (1, 2)}),
+    ),
+    Scenario("tied weights", _both, tied=True),
     Scenario("accumulation", _accumulation),
     Scenario("accumulation after a first step without", _accumulation_later),
     Scenario("frozen before, then thawed", _thawed, frozen=True),
@@ -185,17 +169,11 @@ Optimizers = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a rank was from one process, and from the other ranks.
+    """How far a rank was from one process, and from the other ranks, in any step."""
 
-    Attributes:
-        gradient_error: Largest difference of a step's gradients to those of one process, relative to their norm.
-        missing: Whether some parameter had a gradient where it has none in one process, or the other way round.
-        rank_difference: Largest difference of a parameter to the first rank's, after any step.
-    """
-
-    gradient_error: float
-    missing: bool
-    rank_difference: float
+    gradient_error: float  # relative to the norm of the gradients of one process
+    missing: bool  # a gradient, on either side only
+    rank_difference: float  # of a parameter to the first rank's
 
     @property
     def passed(self) -> bool:
@@ -213,18 +191,8 @@ def play(
 ) -> Verdict:
     """Train some steps of a scenario on this rank, next to one process that has the batches of all ranks.
 
-    The process group has to be there.
-
-    Args:
-        scenario: What to do in a step.
-        mode: How activations are recomputed.
-        optimizer: A key of `Optimizers`.
-        connect: Prepares a model for several ranks.
-        samples: Size of a rank's batch, even.
-        weigh: Told the size of this rank's batch before a step.
-
-    Returns:
-        The verdict on this rank.
+    The process group has to be there. `connect` prepares a model for several ranks; `samples` is the even size of a
+    rank's batch, and `weigh` is called with that of this rank before a step.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -1,6 +1,5 @@
 """Runs of `balanced_ddp` and of what it is compared with, on ranks of equal and of unequal speed."""
 
-import itertools
 import math
 import random
 import time
@@ -15,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
-from measuring.fitting import make_trainer
+from measuring.fitting import StepTimes, make_trainer
 from measuring.models import CASES, CLASSES
 
 RANKS = 2
@@ -68,13 +67,12 @@ def length_of(sample: tuple[Tensor, int, bytes]) -> float:
 
 
 class Network(pl.LightningModule):
-    """Computes, or sleeps for its samples or tokens; notes the time of each step with its fetch, and the shares."""
+    """Computes, or sleeps for its samples or tokens; notes the shares."""
 
     def __init__(self, work: str, swap_at: int) -> None:
         super().__init__()
         self.work, self.swap_at = work, swap_at
         self.layers = CASES[work].build() if work in CASES else nn.Linear(16, CLASSES)
-        self.ends: list[float] = []
         self.sizes: list[tuple[int, ...]] = []
 
     def milliseconds(self, lengths: Tensor, batch_idx: int) -> float:
@@ -94,8 +92,7 @@ class Network(pl.LightningModule):
         return functional.cross_entropy(self.layers(inputs), labels)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the time and the shares."""
-        self.ends.append(time.perf_counter())
+        """Note the shares."""
         strategy = self.trainer.strategy
         if isinstance(strategy, BalancedDDPStrategy):
             self.sizes.append(strategy.driver.balance.shared.sizes)  # type: ignore[union-attr]
@@ -104,23 +101,18 @@ class Network(pl.LightningModule):
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    @property
-    def seconds(self) -> list[float]:
-        """Time of each step but the first."""
-        return [end - start for start, end in itertools.pairwise(self.ends)]
 
-
-def train(contender: Contender, work: str, steps: int) -> Network:
+def train(contender: Contender, work: str, steps: int) -> tuple[Network, StepTimes]:
     """Train on this rank; each rank gets an even part of the batch unless ranks, or replicas, share it."""
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     batch_size = CASES[work].batch_size if work in CASES else SEQUENCES if "lengths" in work else BATCH
-    module, data = Network(work, steps // 2), Samples(work, batch_size * steps)
+    module, data, times = Network(work, steps // 2), Samples(work, batch_size * steps), StepTimes()
     is_own_batch = contender in ("ddp", "ddp_join")
     strategy = contender if isinstance(contender, str) else BalancedDDPStrategy(**contender)
-    trainer = make_trainer(strategy, devices=RANKS, max_epochs=1, plugins=[])
+    trainer = make_trainer(strategy, times, devices=RANKS, max_epochs=1, plugins=[])
     trainer.fit(module, DataLoader(data, batch_size // RANKS if is_own_batch else batch_size, collate_fn=collate))
-    return module
+    return module, times
 
 
 def measure(contenders: Mapping[str, Contender], work: str, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -128,13 +120,13 @@ def measure(contenders: Mapping[str, Contender], work: str, rounds: int, steps: 
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders)[:: -1 if number % 2 else 1]:
-            found[name].append(median(train(contenders[name], work, steps).seconds[-LAST:]))
+            found[name].append(median(train(contenders[name], work, steps)[1].counted[-LAST:]))
     return found
 
 
 def follow(steps: int) -> int | None:
     """Swap the speeds after half of the steps; return the steps until the shares suit them, None if they never do."""
-    sizes = train({}, SWAPPING, steps).sizes[steps // 2 :]
+    sizes = train({}, SWAPPING, steps)[0].sizes[steps // 2 :]
     best = BATCH / sum(1 / speed for speed in SPEEDS)
     is_close = [max(size * speed for size, speed in zip(one, SPEEDS[::-1], strict=True)) <= TOLERANCE * best
                 for one in sizes]  # fmt: skip

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 import pytest
 from measuring.comparison import Comparison, describe_stolen, explain_failures, make_table
 from measuring.estimates import NOT_SOUND, Estimate, estimate_median
-from measuring.faults import make_fault_table
 from measuring.peers import OURS, judge
 from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds
 from rich.console import Console
 
+from benchmarks.faults import make_fault_table
 from tests.strategies.faults import Fault, FaultOutcome
 
 QUIET, BUSY = MOST_BY_OTHERS / 2, MOST_BY_OTHERS * 2
