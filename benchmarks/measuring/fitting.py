@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from measuring.models import CASES, Case, Segmented, load, load_samples
+from measuring.models import CASES, REGRESSIONS, Case, Segmented, load, load_samples
 from measuring.orders import WARM_UP, Orders
 from measuring.scenarios import Mode, difference_to_first_rank
 
@@ -185,7 +185,7 @@ def fit_in_turns(
     import lightning_ddp_ext
 
     torch.set_num_threads(threads)
-    chosen, made = CASES[case], strategy
+    chosen, made = (CASES | REGRESSIONS)[case], strategy
     if arguments:
         made = (pl.strategies.DDPStrategy if strategy == "ddp" else lightning_ddp_ext.BalancedDDPStrategy)(**arguments)
     trainer = make_trainer(made, _Turns(orders, steps + skip), devices=replicas * ranks, max_epochs=-1)

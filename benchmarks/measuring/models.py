@@ -150,6 +150,8 @@ CASES = {
     TINY: Case(lambda: nn.Sequential(nn.Linear(16, 16), *_layers(30, 16), nn.Linear(16, CLASSES)), (16,), 64),
     MANY: Case(_many, (16,), 64),
     TOY: Case(lambda: nn.Linear(4, CLASSES), (4,), 8),
+}
+REGRESSIONS = {
     DEEP: Case(lambda: nn.Sequential(*_layers(8, 512)), (512,), 32),
     SMALL: Case(lambda: nn.Sequential(_layer(16, 16), nn.Linear(16, 4)), (16,), 8),
     SMALL_CONV: Case(
