@@ -147,8 +147,7 @@ def test_the_examples_of_docstrings_are_true():
 
 ALONE = ("own_module", "detection_batches", "metrics")
 ON_RANKS = (
-    "multi_task_checkpointing", "gan", "plain_torch_loop", "uneven_streams", "exact_evaluation",
-    "finetune_language_model", "fabric_loop",
+    "multi_task_checkpointing", "gan", "uneven_streams", "exact_evaluation", "finetune_language_model",
 )  # fmt: skip
 PAGES = {"ddp_checkpoint": 1, "ddp_join": 1, "balanced_ddp": 1, "gradient_reducer": 0, "fabric": 0}
 
@@ -203,7 +202,7 @@ def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gan", "fabric_loop", "plain_torch_loop"])
+@pytest.mark.parametrize("name", ["fabric_loop", "plain_torch_loop"])
 def test_an_example_starts_its_second_rank(name):
     check_agreement(run(f"examples/{name}.py"))
 

@@ -91,7 +91,7 @@ def errors_of(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join", "balanced_ddp"])
+@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "balanced_ddp"])
 def test_an_error_of_a_rank_is_its_own_whatever_its_text_says(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = run_processes(errors_of, 2, strategy, timeout=150)
@@ -164,12 +164,11 @@ def start(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_an_error_of_all_ranks_is_printed_once_with_a_line_for_each_other_rank(ranks):
-    output = start("ddp_checkpoint", str(ranks), "all fail")
+def test_an_error_of_all_ranks_is_printed_once_with_a_line_for_each_other_rank():
+    output = start("ddp_checkpoint", "3", "all fail")
     assert output.count("Traceback (most recent call last)") == 1, output
     lines = [line for line in output.splitlines() if "failed: RuntimeError: no such shard (at step 3" in line]
-    assert len(lines) == ranks - 1, output
+    assert len(lines) == 2, output
     assert all("which prints the traceback" in line for line in lines)
 
 
