@@ -228,7 +228,7 @@ class Net(BoringModel):
 class Imported(pl.Callback):
     def on_train_end(self, trainer, pl_module):
         roots = {{name.partition(".")[0] for name in sys.modules}} & {libraries}
-        assert isinstance(trainer.strategy, ({package}.DDPJoinStrategy, {package}.BalancedDataParallelStrategy))
+        assert isinstance(trainer.strategy, {package}.DDPJoinStrategy)
         with open(f"{{__name__}}{{trainer.global_rank}}.json", "w") as file:
             loss = float(trainer.callback_metrics["loss_epoch"])
             json.dump([sorted(roots), loss, pl_module.layer.weight.tolist(), pl_module.seen], file)
@@ -237,19 +237,16 @@ class Imported(pl.Callback):
 def main(method):
     torch.manual_seed(1)
     model, data = Net(), RandomDataset(32, 21)
-    is_name = method in ("ddp_join", "balanced_dp")
-    reports = [] if method == "balanced_dp" else [{package}.callbacks.JoinReport()]
     trainer = pl.Trainer(
-        strategy=method if is_name else {package}.DDPJoinStrategy(start_method=method), devices=2,
-        callbacks=[Imported(), *reports], accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        strategy=method if method == "ddp_join" else {package}.DDPJoinStrategy(start_method=method), devices=2,
+        callbacks=[Imported(), {package}.callbacks.JoinReport()], accelerator="cpu", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(data, batch_size=4))
 """
 # How ranks start, which strategy, and the modules that the program imports before the others.
 STARTS = {
-    "ddp_join": ("ddp_join", "lightning_ddp_ext"), "balanced_dp": ("balanced_dp", "lightning_ddp_ext"),
-    "forkserver": ("forkserver", ""),
+    "ddp_join": ("ddp_join", "lightning_ddp_ext"), "forkserver": ("forkserver", ""),
 }  # fmt: skip
 
 
@@ -274,9 +271,8 @@ def test_ranks_import_the_lightning_of_the_program_only_and_train_alike(start, t
     assert all(rank[0] == ["lightning"] for rank in first)
     assert all(rank[0] == ["lightning_fabric", "pytorch_lightning"] for rank in second)
     assert [rank[1:] for rank in first] == [rank[1:] for rank in second] != []
-    if start != "balanced_dp":
-        assert [rank[3] for rank in first] == [22, 20]
-        assert first[0][1:3] == first[1][1:3]
+    assert [rank[3] for rank in first] == [22, 20]
+    assert first[0][1:3] == first[1][1:3]
 
 
 TYPED = """

@@ -80,15 +80,21 @@ def resume(steps: int, until: bool, folder: str) -> Any:
 POINTS = (9, 30, 40)  # a change is decided and not in effect; the end of the first epoch; within the second epoch
 
 
+@pytest.fixture(scope="module")
+def until(tmp_path_factory):
+    """The folder of the checkpoints, and the runs until they were saved."""
+    folder = tmp_path_factory.mktemp("until")
+    return folder, run_on_ranks(2, {f"{steps}": partial(resume, steps, True) for steps in POINTS}, folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 3])
-def test_learnt_shares_are_kept_on_the_same_number_of_ranks(found, after, tmp_path):
-    whole = values_of(found, "in time")
-    until = run_on_ranks(2, {f"{steps}": partial(resume, steps, True) for steps in POINTS}, tmp_path)
-    resumed = run_on_ranks(after, {f"{steps}": partial(resume, steps, False) for steps in POINTS}, tmp_path)
+def test_learnt_shares_are_kept_on_the_same_number_of_ranks(found, after, until):
+    whole, (folder, saved) = values_of(found, "in time"), until
+    resumed = run_on_ranks(after, {f"{steps}": partial(resume, steps, False) for steps in POINTS}, folder)
     order = [sorted(joined(batches.get(number, []) for batches, *_ in whole)) for number in range(60)]
     for steps in POINTS:
-        parts = values_of(until, f"{steps}"), values_of(resumed, f"{steps}")
+        parts = values_of(saved, f"{steps}"), values_of(resumed, f"{steps}")
         found_order = [
             sorted(joined(batches.get(number, []) for part in parts for batches, *_ in part)) for number in range(60)
         ]
