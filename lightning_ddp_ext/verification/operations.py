@@ -60,7 +60,6 @@ class Operation:
     sources: frozenset[int]  # positions of the earlier operations that it reads
     is_of_batch: bool  # it depends on the batch
     is_computed: bool  # its results are no views, and not left uninitialised
-    is_outside: bool  # it reads a tensor of unknown origin, or a view of one, such as numbers that numpy has drawn
 
     @property
     def line(self) -> Line | None:
@@ -136,7 +135,6 @@ class Recording(Draws):
         self._writer: dict[int, int] = {}  # the operation that made a tensor, by its `id`
         self._changes: dict[int, list[int]] = defaultdict(list)  # in-place operations on a storage
         self._kept: list[Tensor] = []  # so that no `id` is used twice
-        self._known = self._batch | {id(one) for one in (*module.parameters(), *module.buffers())}
 
     @override
     def __enter__(self) -> "Recording":
@@ -168,7 +166,6 @@ class Recording(Draws):
         earlier = [self.operations[i] for i in sources]
         in_place = name.endswith("_") and bool(read)
         is_view = not in_place and {*map(_storage, read)} >= {*map(_storage, results)}
-        strange = (one for one in read if id(one) not in self._writer and id(one) not in self._known)
         self.operations.append(
             Operation(
                 name=name,
@@ -181,8 +178,6 @@ class Recording(Draws):
                 or any(id(one) in self._batch for one in read)
                 or any(one.is_of_batch for one in earlier),
                 is_computed=not (is_view or "empty" in name),
-                is_outside=any(one.numel() > 1 for one in strange)
-                or any(one.is_outside and not one.is_computed for one in earlier),
             )
         )
         for one in results:

@@ -1,7 +1,6 @@
 """Short training runs of forked ranks, and of one process on the same samples."""
 
 import os
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +9,6 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +27,7 @@ from lightning_ddp_ext._lightning import (
 from lightning_ddp_ext._output import logged_numbers
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.consistency import find_difference, name_training_state, value_to_text
+from lightning_ddp_ext.resume.rng_state import SeededRng, find_loader_rngs, seed_all
 from lightning_ddp_ext.verification.operations import GROUPS, Drawn, Draws, Line, Recording, find_lines, is_own_file
 from lightning_ddp_ext.verification.processes import launch_variables, note_time
 from lightning_ddp_ext.verification.replay import (
@@ -41,6 +40,7 @@ from lightning_ddp_ext.verification.replay import (
 from lightning_ddp_ext.verification.samples import Samples
 
 STEPS = 2
+_SEEDS = 994186, 1471999  # whose first numbers of Python, numpy and torch are near 0 and near 1
 _MOST_BATCHES, _MOST_OF_STREAM = 1000, 64  # of an epoch whose samples are compared
 
 
@@ -50,7 +50,6 @@ class Traced(NamedTuple):
     name: str = ""
     lines: tuple[Line, ...] = ()  # the innermost first
     fingerprint: str = ""  # of the results
-    is_outside: bool = False  # see `Operation`
     is_shared: bool = False  # it communicates, or depends on an operation that does
 
 
@@ -64,8 +63,7 @@ class Outcome:
     rates: list[float] = field(default_factory=list)
     lines: dict[str, Line | None] = field(default_factory=dict)  # that have logged the keys
     monitored: set[str] = field(default_factory=set)  # keys that a scheduler or a callback reads
-    # Of the first step, with random numbers of Python and numpy as this rank draws them: with the random numbers of
-    # torch of one process, and with others.
+    # Of the first step: with the random numbers of one process, and with others.
     traces: tuple[list[Traced], ...] = ()
     draws: list[list[Drawn]] = field(default_factory=list)  # of the steps of training and validation
     is_matched: bool = True  # the draws are the ones of one process
@@ -114,9 +112,11 @@ class _Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for part in find_batch_norms(pl_module):
             part.eval()  # by nature it has the statistics of a part
+        if batch_idx == 0:
+            seed_all(find_loader_rngs([pl_module]), 0)  # alike, even if ranks have seeded them
         if batch_idx == 0 and self._traces:
             replay, rank = BatchReplay(trainer, pl_module, batch, batch_idx), trainer.global_rank
-            self.found.traces = _trace(replay, rank, 0), _trace(replay, rank, 1 + rank)
+            self.found.traces = _trace(replay, None), _trace(replay, _SEEDS[rank % 2])
             if self._stops:
                 raise Stopped
         self.on_validation_batch_start()
@@ -145,12 +145,9 @@ class _Watch(Callback):
         note_time(exception)
 
 
-def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> list[Traced]:
-    """Return the operations of the step that lead to its loss; with fingerprints for the random numbers of seed 0."""
-    with replay.training_unaffected():
-        random.seed(seed)
-        numpy.random.seed(seed)
-        torch.manual_seed(torch_seed)
+def _trace(replay: BatchReplay, seed: int | None) -> list[Traced]:
+    """Return the operations of the step that lead to its loss; without a seed of this rank, with fingerprints."""
+    with replay.training_unaffected(), SeededRng(seed or 0).drawing():
         step = replay.run(replay.batch, record=Recording, refuses_collectives=False)
     leading, shared = step.leading, set[int]()
     found = []
@@ -158,16 +155,15 @@ def _trace(replay: BatchReplay, seed: int, torch_seed: int) -> list[Traced]:
         if one.communicates or one.sources & shared:
             shared.add(place)
         if place in leading or one.communicates:
-            text = value_to_text(one.results) if one.is_computed and torch_seed == 0 else ""
-            found.append(Traced(one.name, one.lines, text, one.is_outside, place in shared))
+            text = value_to_text(one.results) if one.is_computed and seed is None else ""
+            found.append(Traced(one.name, one.lines, text, place in shared))
     return found
 
 
-def compare_steps(own: Outcome, alone: Outcome) -> tuple[Line | None, bool] | None:
-    """Find the first operation of a rank that one process does not do alike; None if there is none.
+def compare_steps(own: Outcome, alone: Outcome) -> str | None:
+    """Return the line of the first operation of a rank that one process does not do alike; None if there is none.
 
-    Returns its line, if it has one, and whether only results differ, of an operation that `is_outside`. With other
-    random numbers of torch, results may differ, but not which operations there are.
+    With other random numbers, results may differ, but not which operations there are.
     """
     for ours, theirs in zip(own.traces, alone.traces, strict=True):
         before: tuple[Line, ...] = ()
@@ -179,9 +175,9 @@ def compare_steps(own: Outcome, alone: Outcome) -> tuple[Line | None, bool] | No
                 # The number of operations on shared values may depend on the number of ranks.
                 inner = next(iter(one.lines), None)
                 shown = line if line is None or inner in (None, line) else Line(inner.file, inner.number, caller=line)
-                return None if one.is_shared else (shown, False)
+                return None if one.is_shared else str(shown or "")
             if one.fingerprint != other.fingerprint and not one.is_shared:
-                return next(iter(one.lines), None), one.is_outside
+                return str(next(iter(one.lines), ""))
             before = one.lines
     return None
 

@@ -8,19 +8,23 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext._lightning import LightningDataModule, LightningModule, is_overridden, sized_len
+from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
+from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.errors import BatchSplitError, ImpossibleError, describe_error
-from lightning_ddp_ext.resume.rng_state import drawing_alike
+from lightning_ddp_ext.resume.rng_state import SeededRng, drawing_alike
 
 MOST = 12  # samples of a batch that is checked
 _LEAST = 4
+_SEEDS = 3  # with which a collate function is tried
 
 
 class Samples:
     """Some samples of a loader: batches of any of them are made as the loader makes its own.
 
-    A loader that does not collate samples, or any other iterable, gives one finished batch, which the `scatter_batch`
-    of the module cuts if it has one.
+    There is one finished batch, which the `scatter_batch` of the module cuts if it has one, of a loader that does not
+    collate samples, of any other iterable, and of a collate function that draws random numbers: parts have the draws
+    of the batch.
     """
 
     def __init__(self, loader: Any, module: Any) -> None:
@@ -28,15 +32,16 @@ class Samples:
         dataset = getattr(loader, "dataset", None)
         self.is_stream = isinstance(dataset, IterableDataset)
         self.length = None if self.is_stream else sized_len(dataset)  # of the dataset, if that is known
-        self._collate: Any = None
-        self._batch: Any = None
-        if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-            self._collate = loader.collate_fn
-            self._samples = _take(loader)
-            self.number = len(self._samples)
+        self._samples: list[Any] = []
+        self.are_collated = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        if self.are_collated:
+            self._samples, self._collate = _take(loader), loader.collate_fn
+            batches = [self._collate_seeded(seed) for seed in range(_SEEDS) if self._samples]
+            is_random = len({value_to_text([*walk(one)]) for one in batches}) > 1
+            self._batch = batches[0] if is_random else None
         else:
             self._batch = next(iter(loader), None)
-            self.number = 0 if self._batch is None else self._count()
+        self.number = len(self._samples) if self._batch is None else self._count()
         if self.number < _LEAST:
             raise ImpossibleError(
                 f"the first batch has {self.number} samples, too few to be cut into unequal parts. Give a batch of at"
@@ -66,33 +71,27 @@ class Samples:
 
     def cut(self, sizes: Sequence[int]) -> tuple[Any, list[Any]]:
         """Return the batch of the first samples, and its parts of these sizes."""
-        number = sum(sizes)
-        if self._collate is not None:
-            bounds = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-            return self._make(0, number), [self._make(*one) for one in pairwise(bounds)]
-        rest = [self.number - number] if number < self.number else []
-        parts = self._split([*sizes, *rest])[: len(sizes)]
-        return (self._split([number, *rest])[0] if rest else copy.deepcopy(self._batch)), parts
+        bounds = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+        return self._make(range(bounds[-1])), [self._make(range(*one)) for one in pairwise(bounds)]
 
     def loader(self, sizes: Sequence[int], place: int | None, steps: int) -> DataLoader[Any]:
         """Return a loader that gives the batch, or one of its parts, a number of times."""
         number, begin = sum(sizes), 0 if place is None else sum(sizes[:place])
-        end = number if place is None else begin + sizes[place]
-        if self._collate is not None:
-            indices = [[*range(begin, end)]] * steps
-            return DataLoader(self._samples, batch_sampler=indices, collate_fn=self._collate)  # type: ignore[arg-type]
-        whole, parts = self.cut(sizes)
-        batches: Any = [whole if place is None else parts[place]] * steps
-        return DataLoader(batches, batch_size=None)
+        indices: Any = [[*range(begin, number if place is None else begin + sizes[place])]] * steps
+        dataset: Any = range(self.number)
+        return DataLoader(dataset, batch_sampler=indices, collate_fn=self._make)
 
-    @property
-    def are_collated(self) -> bool:
-        """Whether batches are made of samples."""
-        return self._collate is not None
+    def _make(self, indices: Sequence[int]) -> Any:
+        """Return a batch of consecutive samples."""
+        begin, end = indices[0], indices[-1] + 1
+        if self._batch is None:
+            return self._collate(copy.deepcopy(self._samples[begin:end]))
+        sizes = [size for size in (begin, end - begin, self.number - end) if size]
+        return self._split(sizes)[begin > 0]
 
-    def _make(self, begin: int, end: int) -> Any:
-        assert self._collate is not None
-        return self._collate(copy.deepcopy(self._samples[begin:end]))
+    def _collate_seeded(self, seed: int) -> Any:
+        with SeededRng(seed).drawing():
+            return self._collate(copy.deepcopy(self._samples))
 
     def _split(self, sizes: Sequence[int]) -> list[Any]:
         batch = copy.deepcopy(self._batch)

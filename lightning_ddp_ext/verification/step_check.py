@@ -108,8 +108,9 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
         of_parts.append(run(part, record=partial(Recording, whole=taken, begin=begin, end=end)))
     if not all(one.recording is not None and one.recording.is_matched for one in of_parts):
         replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
-    elif replay.foreign_draws and not _depends_on_seed(partial(run, whole), of_whole, replay.tolerance):
-        replay.foreign_draws = ""  # which have no influence
+    elif replay.foreign_draws:
+        line = _find_use_of_draws(partial(run, whole), of_whole, replay.tolerance)
+        replay.foreign_draws = "" if line is None else f"{replay.foreign_draws}, used at {line}"
     states = _find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
     found = FirstStep(None, _LEAST, replay.foreign_draws, states)
     if any(len(part.gradients) != len(of_whole.gradients) for part in of_parts):
@@ -127,8 +128,11 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     return found
 
 
-def _depends_on_seed(run: Callable[..., ReplayedStep], before: ReplayedStep, tolerance: float) -> bool:
-    """Try some seeds of Python and numpy, and more for about a second, because a random choice may be rare."""
+def _find_use_of_draws(run: Callable[..., ReplayedStep], before: ReplayedStep, tolerance: float) -> str | None:
+    """Return the first line with other results for another seed of Python and numpy, if that changes the gradient.
+
+    Some seeds are tried, and more for about a second, because a random choice may be rare.
+    """
     assert before.recording is not None
     started = time.monotonic()
     for seed in range(1, 1 + _MOST_SEEDS):
@@ -138,8 +142,10 @@ def _depends_on_seed(run: Callable[..., ReplayedStep], before: ReplayedStep, tol
         numpy.random.seed(seed)
         again = run(record=partial(Recording, whole=before.recording.taken))
         if not GradientFit(before.gradients, [again.gradients]).difference([1.0]) <= tolerance:
-            return True
-    return False
+            pairs = zip(before.operations, again.operations, strict=False)
+            different = (one.line for one, other in pairs if _text(one.results) != _text(other.results))
+            return str(next(different, None) or "an unknown line")
+    return None
 
 
 def _count_tokens(parts: Sequence[Any]) -> Sequence[float]:

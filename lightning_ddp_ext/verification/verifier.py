@@ -293,11 +293,10 @@ class _Verifier:
         alone = self._fork([partial(trace, rank) for rank in range(len(sizes))])
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
             found = compare_steps(own, other)
-            # Noise of each sample that numpy has drawn comes from outside.
-            if found is not None and not (found[1] and self._step.draws):
+            if found is not None:
                 text = f"rank {rank} of {len(sizes)} computes something else than one process on the same samples"
                 remedy = "leave out what depends on ranks, their number, or random numbers of a rank"
-                yield Check("step of a rank", "finding", text, str(found[0] or ""), remedy)
+                yield Check("step of a rank", "finding", text, found, remedy)
                 return
 
     @property

@@ -250,6 +250,28 @@ def noise_of_python(mask, dtype):
     return torch.tensor([random.random() for _ in mask], dtype=dtype)[:, None, None]
 
 
+class Mixup(Module):
+    """Mixes pairs of samples, by random numbers of numpy."""
+
+    def training_step(self, batch, batch_idx):
+        share, order = numpy.random.beta(1.0, 1.0), numpy.random.permutation(len(batch[0]))
+        logits = self(share * batch[0] + (1 - share) * batch[0][order])
+        pairs = ((share, batch[1]), (1 - share, batch[1][order]))
+        return sum(weight * functional.cross_entropy(logits, labels) for weight, labels in pairs)
+
+
+def collate_mixup(samples):
+    features, labels = map(torch.stack, zip(*samples, strict=True))
+    share, order = numpy.random.beta(1.0, 1.0), torch.randperm(len(labels))
+    return share * features + (1 - share) * features[order], labels
+
+
+def collate_masked(samples):
+    """Leave out random features, as a collate function of masked language modelling."""
+    features, labels = map(torch.stack, zip(*samples, strict=True))
+    return features.masked_fill(torch.rand(features.shape) < 0.3, 0.0), labels
+
+
 class WithNorm(Module):
     def __init__(self, compute=None):
         super().__init__(compute)
@@ -480,8 +502,8 @@ class FailingOnOneRank(Module):
 
 
 OF_RANKS = (
-    DividedByRanks, SamplingDividedByRanks, GatheringALogDivided, GatheringALogOnOneRank, OnOneRank, Deciding, Scaling,
-    Waiting, Monitored, Remembering, RememberingANumber, RememberingAList,
+    DividedByRanks, SamplingDividedByRanks, GatheringALogDivided, GatheringALogOnOneRank, OnOneRank, Deciding, Waiting,
+    Monitored, Remembering, RememberingANumber, RememberingAList,
 )  # fmt: skip
 
 

@@ -109,6 +109,40 @@ def test_random_numbers_that_cannot_be_repeated_are_a_note(noise, reason):
     assert reason is None or all(reason in check.text for check in report.checks)
 
 
+@pytest.mark.parametrize("collate", [modules.collate_masked, modules.collate_mixup])
+def test_a_collate_function_that_draws_random_numbers_is_no_finding(collate):
+    data = DataLoader(make_data().dataset, 12, collate_fn=collate)
+    report, findings = found(Module(), data)
+    assert (findings, report.unproved, report.use) == ({}, [], 'strategy="balanced_ddp"')
+    _, findings = found(Module(modules.centred), data)
+    assert line_of(modules.centred) in findings[GRADIENT].where
+
+
+def test_values_of_numpy_that_all_ranks_draw_alike_are_no_finding():
+    report, findings = found(modules.Mixup())
+    assert findings == {}
+    assert GRADIENT in report.unproved
+
+
+def test_the_line_that_uses_a_random_number_of_python_is_named_in_the_note():
+    report, findings = found(modules.Scaling())
+    assert findings == {}
+    (note,) = {check.text for check in report.checks if not check.compared}
+    assert line_of(modules.Scaling) in note
+
+
+class WithRandomNumbersOfARank(Module):
+    def on_fit_start(self):
+        self.numbers = np.random.default_rng(self.global_rank)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.numbers.uniform(1, 2)
+
+
+def test_a_generator_that_is_seeded_per_rank_is_no_finding():
+    assert found(WithRandomNumbersOfARank())[1] == {}
+
+
 def test_batch_normalisation_is_a_note_and_hides_nothing():
     report, findings = found(modules.WithNorm())
     assert findings == {}
