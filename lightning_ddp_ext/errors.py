@@ -1,5 +1,6 @@
 """Errors raised after construction, besides the `TypeError` and `ValueError` of constructors, and warnings."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -110,6 +111,14 @@ def text_of(error: BaseException) -> str:
     with suppress(Exception):
         return str(error)
     return ""
+
+
+def with_remedy_for_cuda(text: str) -> str:
+    """Return the text of an error on a CPU, as a remedy if it says that CUDA is missing."""
+    if re.search(r"(?i)\bcuda\b|nvidia", text) is None:
+        return text
+    remedy = 'create tensors on `self.device` instead of `.cuda()` or "cuda"'
+    return f"the module needs CUDA, but `verify` runs on CPUs: {remedy} ({text})"
 
 
 def describe_error(error: Exception) -> str:

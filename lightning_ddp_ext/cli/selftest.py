@@ -44,7 +44,8 @@ from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrateg
 from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
-from lightning_ddp_ext.verification.runs import fit, relative_difference
+from lightning_ddp_ext.verification.relations import relative_difference
+from lightning_ddp_ext.verification.runs import fit
 
 _CONNECT_LIMIT = 180.0  # seconds in which ranks have to import torch and Lightning, and find each other
 LIMIT = _CONNECT_LIMIT + 60.0  # seconds of a trial

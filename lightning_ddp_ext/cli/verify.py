@@ -15,7 +15,7 @@ from rich.text import Text
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._import_names import choose, lightning_of
-from lightning_ddp_ext.errors import ImpossibleError, describe_error
+from lightning_ddp_ext.errors import ImpossibleError, describe_error, with_remedy_for_cuda
 
 if TYPE_CHECKING:
     from lightning_ddp_ext.verification import Report
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         from lightning_ddp_ext.verification import verify
 
         with errors.status("importing") as status:
-            report = verify(model, data, limit=options.limit, progress=status.update)
+            report = verify(model, data, **_strategy(options), limit=options.limit, progress=status.update)
     except ImpossibleError as error:
         if options.json:
             print(json.dumps({"error": str(error)}))
@@ -64,6 +64,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
                         " as in my_package.models:Model")  # fmt: skip
     parser.add_argument("--data", metavar="PATH", help="path of a LightningDataModule or a DataLoader, likewise")
     parser.add_argument("--batch", metavar="FILE", help="a batch that `torch.save` has written, instead of --data")
+    parser.add_argument("--strategy", metavar="NAME", help="strategy to check besides ddp: ddp_join, balanced_ddp,"
+                        " ddp_checkpoint, or the path of an object or of a function that returns it")  # fmt: skip
+    parser.add_argument("--weight_by", metavar="NAME", help="its `weight_by`: samples, tokens, equal, sum, or the path"
+                        " of a function of a batch")  # fmt: skip
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which all ends (%(default)g)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
@@ -102,18 +106,29 @@ def _make(options: argparse.Namespace) -> tuple[Any, Any]:
     return model, DataLoader(batches, batch_size=None)
 
 
+def _strategy(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the strategy and the `weight_by` of the command line: names, or objects at paths."""
+    given = {"strategy": options.strategy, "weight_by": options.weight_by}
+    if given["strategy"] and ":" in given["strategy"]:
+        given["strategy"] = _load(given["strategy"], {}, "Strategy")
+    if given["weight_by"] and ":" in given["weight_by"]:
+        given["weight_by"] = _load(given["weight_by"], {})
+    return given
+
+
 def _load(path: str, arguments: Mapping[str, Any], *kinds: str) -> Any:
     """Return the object at `package.module:name`, of a class with one of these names; a class or function is called.
 
+    Without such names, it is returned as it is.
     No Lightning has been imported before: the program of the user decides which one that is.
     """
     try:
         found = pkgutil.resolve_name(path)
-        if not _is_one(found, kinds):
+        if kinds and not _is_one(found, kinds):
             found = found(**arguments)
     except Exception as error:
-        raise ImpossibleError(f"`{path}` cannot be made: {describe_error(error)}") from error
-    if _is_one(found, kinds):
+        raise ImpossibleError(with_remedy_for_cuda(f"`{path}` cannot be made: {describe_error(error)}")) from error
+    if not kinds or _is_one(found, kinds):
         return found
     raise ImpossibleError(f"`{path}` is a {type(found).__name__}, not a {' or a '.join(kinds)}")
 

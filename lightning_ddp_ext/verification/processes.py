@@ -11,11 +11,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ from lightning_ddp_ext.verification.operations import FORKING, Line, is_own_file
 
 _REPORT = 1.0  # seconds before the end in which processes write where they are
 _GRACE, _RAISED = 3.0, "ddp_ext_raised_at"  # seconds for the errors of other processes, after the first
+_LOOKS = 50  # at processes, to see whether any of them computes
 _LAST_LINES = 12  # of a process that has ended without a result
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in', re.MULTILINE)
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives
@@ -46,11 +48,11 @@ class FailedError(ImpossibleError):
 
 
 class TooLateError(ImpossibleError):
-    """The time is up: the process `place` waits at a line, and one `communicates`, waiting for another's collective."""
+    """The time is up. Is a deadlock if the process `place` waits at a line for one that has ended or waits, too."""
 
-    def __init__(self, place: int, line: Line | None, communicates: bool) -> None:
+    def __init__(self, place: int, line: Line | None, is_deadlock: bool) -> None:
         super().__init__("it did not end in time. Give more time with `limit`")
-        self.place, self.line, self.communicates = place, line, communicates
+        self.place, self.line, self.is_deadlock = place, line, is_deadlock
 
 
 class _Failure(NamedTuple):
@@ -84,12 +86,12 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
             variables = launch_variables(len(functions), store.port)
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in functions]
         pipes: list[Connection] = []
-        processes = []
+        processes: list[Any] = []
         for place, function in enumerate(functions):
             ours, theirs = _forking.Pipe(duplex=False)
             own = {**variables, "LOCAL_RANK": str(place)} if are_ranks else {}
             arguments = function, theirs, outputs[place].fileno(), deadline, own
-            processes.append(_forking.Process(target=_run, args=arguments, daemon=True))
+            processes.append(_forking.Process(target=_run, args=arguments))  # no daemon, which may have no children
             processes[-1].start()
             stack.callback(_end, processes[-1], ours)
             theirs.close()
@@ -101,7 +103,8 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
             if not ready and failures:
                 break
             if not ready:
-                raise _find_waiting({place: _read(outputs[place]) for place in open_.values()})
+                pids = [processes[place].pid for place in open_.values()]
+                raise _find_waiting({place: _read(outputs[place]) for place in open_.values()}, pids)
             for place in (open_[pipe] for pipe in ready):
                 try:
                     is_result, value = pickle.loads(pipes[place].recv_bytes())
@@ -127,6 +130,8 @@ def launch_variables(ranks: int, port: int) -> dict[str, str]:
 
 
 def _end(process: Any, pipe: Connection) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # and the workers of its loaders, which may outlive it
     if process.is_alive():
         os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -168,9 +173,12 @@ def _stack_in(output: str) -> list[Line]:
     return [Line(file, int(number)) for file, number in _FRAME.findall(text)]
 
 
-def _find_waiting(outputs: dict[int, str]) -> TooLateError:
+def _find_waiting(outputs: dict[int, str], pids: Sequence[int]) -> TooLateError:
     stacks = {place: _stack_in(output) for place, output in outputs.items()}
     communicates = any(stack and stack[0].file.endswith(_COLLECTIVES) for stack in stacks.values())
+    for _ in range(_LOOKS if communicates else 0):  # a process that computes is not asleep, whatever the load is
+        time.sleep(0.01)
+        communicates &= all(psutil.Process(pid).status() != psutil.STATUS_RUNNING for pid in pids)
     place, stack = next(iter(stacks.items()))
     return TooLateError(place, next((one for one in stack if is_own_file(one.file)), None), communicates)
 
@@ -183,6 +191,7 @@ def note_time(error: BaseException) -> None:
 def _run(
     function: Callable[[], Any], pipe: Connection, output: int, deadline: float, variables: dict[str, str]
 ) -> None:
+    os.setpgid(0, 0)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(output, 1)

@@ -23,6 +23,7 @@ Weights = tuple[float, ...]
 _CHOICES = re.compile("(a|arg|cum|nan)?(max|min|median|sort|topk|kthvalue|quantile|unique)")
 # Exponents of the precision in a tolerance, 4e-10 for double and 7e-5 for single precision; and finer ones for a line.
 ROUNDING, FINER = 0.6, (0.75, 0.9)
+_LARGE = 1e4  # numbers from which on masks of attention begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ class Differences:
         for weights in self._known:
             if self._are_close(stacked @ flat.new_tensor(weights), flat):
                 return "mean", weights
-        fitted = fit_weights(stacked, flat) if len(flat) > len(parts) else None
+        usual = flat.abs() < _LARGE
+        fitted = fit_weights(stacked[usual], flat[usual]) if usual.sum() > len(parts) else None
         if fitted is not None and min(fitted) > -self._tolerance and abs(sum(fitted) - 1) < self._tolerance:
             is_fit = self._are_close(stacked @ flat.new_tensor(fitted), flat)
             return ("mean", fitted) if is_fit else ("none", ())
@@ -205,8 +207,12 @@ class Differences:
     def _are_close(self, one: Tensor, other: Tensor) -> bool:
         if not one.numel():
             return True
-        largest = float(torch.maximum(one.abs().max(), other.abs().max()))
-        return float((one - other).abs().max()) <= self._tolerance * largest
+        size, difference = torch.maximum(one.abs(), other.abs()), (one - other).abs()
+        # Large constants, as of masks, are compared by themselves: they allow nothing for the numbers beside them.
+        return all(
+            not part.any() or float(difference[part].max()) <= self._tolerance * float(size[part].max())
+            for part in (size < _LARGE, size >= _LARGE)
+        )
 
     def _are_rows(self, whole: Tensor, parts: Sequence[Tensor], dim: int, may_scale: bool, any_order: bool) -> bool:
         """Return True if the parts have the slices of the whole along a dimension, maybe in another order.
@@ -226,7 +232,15 @@ class Differences:
         # Rows in another order have the same projections, as of packed sequences or of time-major features.
         rows = [one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (whole, together)]
         direction = torch.linspace(1.0, 2.0, rows[0].shape[1], dtype=whole.dtype, device=whole.device)
-        return self._are_close(*[(row @ direction).sort().values for row in rows])
+        large = [row.where(row.abs() >= _LARGE, 0.0) for row in rows]
+        usual = [row - other for row, other in zip(rows, large, strict=True)]
+        return all(self._are_close(*[(row @ direction).sort().values for row in pair]) for pair in (usual, large))
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """Return the norm of a difference, relative to the norm of the other vector."""
+    size, norm = float((one - other).norm()), float(other.norm())
+    return size / norm if norm else size and float("inf")
 
 
 def fit_weights(parts: Tensor, whole: Tensor) -> Weights | None:

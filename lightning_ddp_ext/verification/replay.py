@@ -100,12 +100,13 @@ class BatchReplay:
         record: Callable[[nn.Module, list[Tensor]], Recording] | None = None,
         normalizes: bool = True,
         refuses_collectives: bool = True,
+        ends: bool = False,
         prepare: Callable[[nn.Module], Any] = lambda module: None,
     ) -> ReplayedStep:
         """Run the step on a batch and return its gradient; `record` makes a recording of its operations.
 
-        `prepare` changes the module before. Unless the step `normalizes`, batch normalisation uses its running
-        statistics.
+        `prepare` changes the module before, and `on_train_batch_end` after the step if it `ends`. Unless the step
+        `normalizes`, batch normalisation uses its running statistics.
         """
         device, plugin = self.module.device, self._trainer.precision_plugin
         # No autocast, because its rounding would hide differences.
@@ -151,6 +152,8 @@ class BatchReplay:
                         if loss is None:
                             raise ImpossibleError("`training_step` returned None")
                         run_backward(loss)
+                if ends:
+                    module.on_train_batch_end(output, batch, self._batch_idx)
                 now = capture_rng_state(device)
                 self.draws |= states != now
                 if any(states[one] != now[one] for one in ("python", "numpy")):

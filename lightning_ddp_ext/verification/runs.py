@@ -182,12 +182,6 @@ def compare_steps(own: Outcome, alone: Outcome) -> str | None:
     return None
 
 
-def relative_difference(one: Tensor, other: Tensor) -> float:
-    """Return the norm of a difference, relative to the norm of the other vector."""
-    size, norm = float((one - other).norm()), float(other.norm())
-    return size / norm if norm else size and float("inf")
-
-
 def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool) -> tuple[list[Any], Line | None]:
     """Return the samples that a rank gets in an epoch under `ddp`, and the line of the sampler or stream they are from.
 

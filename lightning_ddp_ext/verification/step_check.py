@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -22,10 +22,17 @@ from lightning_ddp_ext.batches.label_counts import TokenCount
 from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.verification.operations import Line, Recording, is_own_file
-from lightning_ddp_ext.verification.relations import FINER, Culprit, Differences, Weights, fit_weights
+from lightning_ddp_ext.verification.relations import (
+    FINER,
+    Culprit,
+    Differences,
+    Weights,
+    fit_weights,
+    relative_difference,
+)
 from lightning_ddp_ext.verification.replay import BatchReplay, Gradients, ReplayedStep, find_batch_norms
 from lightning_ddp_ext.verification.report import Check, join_names
-from lightning_ddp_ext.verification.runs import Stopped, quiet_trainer, relative_difference
+from lightning_ddp_ext.verification.runs import Stopped, quiet_trainer
 from lightning_ddp_ext.verification.samples import Samples
 
 NAME = "gradient of a batch"
@@ -68,7 +75,9 @@ class GradientFit:
 class FirstStep:
     """The first training step, as its parts show it."""
 
-    weight_by: str | None  # of a strategy that has the gradient of one process; None if there is none
+    weight_by: (
+        Literal["samples", "tokens", "sum"] | None
+    )  # of a strategy that has the gradient of one process; None if there is none
     tolerance: float  # largest relative difference that rounding explains
     draws: str  # what draws random numbers that the parts and ranks cannot repeat; empty if nothing does
     states: list[tuple[str, Line | None]]  # attributes that keep something for the next step, and who sets them
@@ -106,12 +115,12 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     bounds = [sum(sizes[:place]) / sum(sizes) for place in range(len(sizes) + 1)]
     for part, (begin, end) in zip(parts, pairwise(bounds), strict=True):
         of_parts.append(run(part, record=partial(Recording, whole=taken, begin=begin, end=end)))
+    states = _find_states(partial(run, ends=True), whole, parts[0], replay.tolerance)
     if not all(one.recording is not None and one.recording.is_matched for one in of_parts):
         replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
     elif replay.foreign_draws:
         line = _find_use_of_draws(partial(run, whole), of_whole, replay.tolerance)
         replay.foreign_draws = "" if line is None else f"{replay.foreign_draws}, used at {line}"
-    states = _find_states(partial(run, whole), of_whole, of_parts[0], replay.tolerance)
     found = FirstStep(None, _LEAST, replay.foreign_draws, states)
     if any(len(part.gradients) != len(of_whole.gradients) for part in of_parts):
         meaning = "the number of optimizer steps depends on the samples"
@@ -216,14 +225,13 @@ _Place = tuple[str, str]  # name of a module, and of its attribute
 
 
 def _find_states(
-    run: Callable[..., ReplayedStep], whole: ReplayedStep, part: ReplayedStep, tolerance: float
+    run_on: Callable[..., ReplayedStep], whole: Any, part: Any, tolerance: float
 ) -> list[tuple[str, Line | None]]:
     """Return the attributes that depend on the batch and change the gradient of the next step, and who sets them.
 
-    `run` runs the step on the whole batch again, on a module that `prepare` changes before.
+    `run_on` runs the step on a batch, on a module that `prepare` changes before.
     """
-    after, of_part = dict(_attributes(whole.module)), dict(_attributes(part.module))
-    changed = [place for place, value in after.items() if _text(value) != _text(of_part.get(place))]
+    run = partial(run_on, whole)
 
     def run_after(places: Sequence[_Place]) -> ReplayedStep:
         def prepare(module: nn.Module) -> None:
@@ -235,6 +243,8 @@ def _find_states(
 
     found = []
     try:
+        after, of_part = (dict(_attributes(run_on(batch).module)) for batch in (whole, part))
+        changed = [place for place, value in after.items() if _text(value) != _text(of_part.get(place))]
         following = run_after(changed).gradients if changed else []
         for place in changed:
             without = run_after([one for one in changed if one != place]).gradients

@@ -9,36 +9,44 @@ from typing import Any
 
 from lightning_ddp_ext._lightning import DDPStrategy, LightningModule
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.errors import ImpossibleError
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.consistency import value_to_text
+from lightning_ddp_ext.errors import ImpossibleError, describe_error, with_remedy_for_cuda
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
+from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 from lightning_ddp_ext.verification.processes import FailedError, TooLateError, run_forked
+from lightning_ddp_ext.verification.relations import relative_difference
 from lightning_ddp_ext.verification.report import Check, Report, join_names
-from lightning_ddp_ext.verification.runs import (
-    STEPS,
-    Outcome,
-    Run,
-    compare_steps,
-    draw_indices,
-    fit,
-    relative_difference,
-    trace_alone,
-)
-from lightning_ddp_ext.verification.samples import Samples, draw_samples
-from lightning_ddp_ext.verification.step_check import FirstStep, check_first_step
+from lightning_ddp_ext.verification.runs import STEPS, Outcome, Run, compare_steps, draw_indices, fit, trace_alone
+from lightning_ddp_ext.verification.samples import draw_samples
+from lightning_ddp_ext.verification.step_check import NAME, FirstStep, check_first_step
 
+_KINDS: dict[str, type[ExplicitDDPStrategy]] = {
+    "balanced_ddp": BalancedDDPStrategy, "ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy,
+}  # fmt: skip
 Progress = Callable[[str], None]
 _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and relative to the first
 _LOGGED = 1e-6  # difference of logged values that is rounding
-_LEAST_LIMIT, _SLOWER = 20.0, 10.0  # seconds of a run of ranks, and relative to a run of one process
+_SHARE, _SLOWER = 1 / 6, 10.0  # time of a run of ranks: at least, of all time, and relative to a run of one process
 _EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
 _PER_RANK = "`ddp` takes the mean over ranks: divide by the mean of the ranks' numbers, not by their sum"
+_QUEUE = (
+    ". Let a queue of earlier samples, as in MoCo, take the samples of all ranks (`all_gather`): with a queue per rank,"
+    " each rank compares its samples with its own earlier ones only"
+)
 _SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
-_PRECISIONS = ("64-true", "32-true")  # a module that cannot run in double precision is checked in single precision
 
 
 def verify(
-    module: LightningModule, data: Any = None, *, limit: float = 120.0, progress: Progress = lambda text: None
+    module: LightningModule,
+    data: Any = None,
+    *,
+    strategy: str | ExplicitDDPStrategy | None = None,
+    weight_by: WeightBy | None = None,
+    limit: float = 120.0,
+    progress: Progress = lambda text: None,
 ) -> Report:
     """Check on this machine's CPUs whether several devices train what one device trains.
 
@@ -49,6 +57,9 @@ def verify(
         module: The module, as for `trainer.fit`.
         data: A `LightningDataModule`, a loader, or other iterable of batches; None for the `train_dataloader` of the
             module. A `DataLoader` with a collate function gives parts of a batch without any cutting.
+        strategy: The strategy to check besides `ddp`: `"ddp_join"`, `"balanced_ddp"`, `"ddp_checkpoint"` or an object
+            of their classes. None for the one that fits the data.
+        weight_by: Its `weight_by`, if it is no object; None for the one that fits the first step.
         limit: Seconds after which all processes are ended.
         progress: Called with a line on each check that begins.
 
@@ -59,8 +70,11 @@ def verify(
         ImpossibleError: If nothing can be checked, such as if the step fails, with the reason.
     """
     started = time.monotonic()
-    verifier = _Verifier(module, data, *draw_samples(module, data), started + limit, progress)
-    checks = verifier.run()
+    try:
+        verifier = _Verifier(module, data, strategy, weight_by, limit, progress)
+        checks = verifier.run()
+    except ImpossibleError as error:
+        raise ImpossibleError(with_remedy_for_cuda(str(error))) from error
     return Report(checks, verifier.use(), time.monotonic() - started)
 
 
@@ -77,18 +91,28 @@ class _Verifier:
         self,
         module: LightningModule,
         data: Any,
-        samples: Samples,
-        validation: list[Samples],
-        problem: str | None,
-        deadline: float,
+        strategy: Any,
+        weight_by: WeightBy | None,
+        limit: float,
         progress: Progress,
     ) -> None:
-        self._data, self._validation = data, validation
-        self._module, self._samples, self._deadline, self._progress = module, samples, deadline, progress
+        self._module, self._data, self._seconds, self._progress = module, data, limit, progress
+        self._deadline = time.monotonic() + limit
+        self._given = None if isinstance(strategy, str) else strategy
+        self._name = next((one for one, kind in _KINDS.items() if strategy == one or isinstance(strategy, kind)), None)
+        if strategy is not None and self._name is None:
+            choices = ", ".join(map(repr, _KINDS))
+            raise ImpossibleError(f"`strategy` must be one of {choices} or of their classes, got {strategy!r}")
+        default: Any = None if strategy is None else getattr(strategy, "weight_by", "samples")
+        self._weight_by: WeightBy | None = weight_by or default
+        self._is_given = self._weight_by is not None
+        try:
+            WeightRule(self._weight_by or "samples", lambda text: None)
+        except (TypeError, ValueError) as error:
+            raise ImpossibleError(describe_error(error)) from error
+        self._samples, self._validation, problem = draw_samples(module, data)
         self._notes = [] if problem is None else [_incomparable("validation", problem)]
         self._limit = math.inf  # seconds of a run
-        self._precision = _PRECISIONS[0]
-        self._weight_by: str | None = None
         self._communicates = False  # the step does
         self._ddp = "ddp"  # the name of the strategy that trains the module
         self._is_over = False  # the time limit
@@ -113,7 +137,7 @@ class _Verifier:
             self._validation = []
             checks.append(_incomparable("validation", f"with it, training ends with an error: {error}"))
             (alone,) = self._fork([self._train_alone])
-        self._limit = max(_LEAST_LIMIT, _SLOWER * (time.monotonic() - started))
+        self._limit = max(_SHARE * self._seconds, _SLOWER * (time.monotonic() - started))
         for name, run in self._runs():
             self._progress(f"two steps on {len(run.sizes)} ranks of `{name}`")
             found = [*self._check_run(name, run, alone)]
@@ -125,23 +149,34 @@ class _Verifier:
                 break
             if self._is_over:
                 break
+        proved = {check.name for check in checks if check.verdict == "ok"}
         if self._gathers and checks[0].verdict == "finding":
             # Such as a contrastive loss over features that ranks gather.
             text = f"{checks[0].text}; `{self._ddp}` trains as one process"
             checks[0] = replace(checks[0], verdict="ok", remedy="", text=text)
+        elif self._is_given and self._weight_by is not None and f"`{self._recommended[0]}` on 2 ranks" in proved:
+            for place, check in enumerate(checks):
+                if check.verdict == "finding" and check.name in (NAME, f"`{self._ddp}` on 2 ranks"):
+                    text = f"{check.text}; cured: `{self.use()}` trains as one process"
+                    checks[place] = replace(check, verdict="ok", remedy="", text=text)
         elif checks[0].verdict == "finding" and any(check.remedy == _PER_RANK for check in checks):
             checks[0] = replace(checks[0], remedy=_PER_RANK)
         return checks
 
     def _check_step(self) -> None:
-        for self._precision in _PRECISIONS:
+        check = partial(check_first_step, self._module, self._samples)
+        errors: dict[str, None] = {}
+        for self._precision in ("64-true", "32-true"):
             try:
-                (self._step,) = self._fork([partial(check_first_step, self._module, self._samples, self._precision)])
+                (self._step,) = self._fork([partial(check, self._precision)])
                 break
-            except ImpossibleError:
-                if self._precision == _PRECISIONS[-1]:
-                    raise
-        self._weight_by = self._step.weight_by
+            except ImpossibleError as error:
+                errors[str(error)] = None
+        else:
+            raise ImpossibleError("; and in single precision: ".join(errors))
+        self._notes += [Check("precision", "note", f"single, because in double precision, {one}") for one in errors]
+        if not self._is_given:
+            self._weight_by = self._step.weight_by
 
     def _train_alone(self) -> Outcome:
         loader = self._samples.loader(self._samples.sizes(), None, STEPS)
@@ -150,16 +185,20 @@ class _Verifier:
 
     def _check_samples(self) -> Iterable[Check]:
         """Compare what the samplers of two ranks give."""
+        if self._name == "balanced_ddp":
+            return  # it divides the samples itself
         self._progress("the samples of two ranks")
         draw = partial(draw_indices, self._module, self._data, 2)
-        try:
-            found = self._fork([partial(draw, replaces=True)] * 2, are_ranks=True)
-        except ImpossibleError:  # Lightning refuses to replace some samplers
+        errors: dict[str, None] = {}
+        for replaces in (True, False):  # Lightning refuses to replace some samplers
             try:
-                found = self._fork([partial(draw, replaces=False)] * 2, are_ranks=True)
+                found = self._fork([partial(draw, replaces=replaces)] * 2, are_ranks=True)
+                break
             except ImpossibleError as error:
-                yield _incomparable("samples of ranks", str(error))
-                return
+                errors[str(error)] = None
+        else:
+            yield _incomparable("samples of ranks", "; and with its own samplers: ".join(errors))
+            return
         ours, theirs = ({one for one in walk(batches) if not isinstance(one, list | tuple)} for batches, _ in found)
         self._is_divided = self._samples.is_stream and not ours & theirs
         if len(ours & theirs) > 1:  # one may fill up the last batch
@@ -186,8 +225,8 @@ class _Verifier:
         thirds = [(one, [1, 1, sum(one.sizes()) - 2]) for one in self._validation]
         of_two = [sizes[0], number - sizes[0]], unequal
         for parts, validation in (of_two, (sizes, thirds))[: len(sizes) - 1]:
-            make = partial(kind, weight_by=self._weight_by, **({"split": parts} if shares else {}))
-            yield name, Run(make, parts, shares, validation)
+            make: Any = partial(kind, weight_by=self._weight_by, **({"split": parts} if shares else {}))
+            yield name, Run(make if self._given is None else lambda: self._given, parts, shares, validation)
 
     def _check_run(self, strategy: str, run: Run, alone: Outcome) -> Iterable[Check]:
         name = f"`{strategy}` on {len(run.sizes)} ranks"
@@ -195,9 +234,9 @@ class _Verifier:
             outcomes = self._train(strategy, run, alone)
             name = name.replace("ddp", self._ddp) if strategy == "ddp" else name
         except TooLateError as error:
-            if time.monotonic() >= self._deadline and not error.communicates:
+            if not error.is_deadlock:
                 self._is_over = True
-                yield _incomparable(name, "the time limit is over", "give more time with `limit`")
+                yield _incomparable(name, f"too slow for `--limit {self._seconds:g}`", "give more time with `--limit`")
                 return
             text = f"training does not end: rank {error.place} waits for others that have gone on"
             remedy = "let all ranks make the same collective calls"
@@ -230,18 +269,13 @@ class _Verifier:
         return next(((step, one) for step, one in enumerate(found) if not one <= allowed[min(step, 1)]), None)
 
     def _compare(
-        self,
-        name: str,
-        strategy: str,
-        outcomes: Sequence[Outcome],
-        alone: Outcome,
-        wrong: tuple[int, float] | None,
+        self, name: str, strategy: str, outcomes: Sequence[Outcome], alone: Outcome, wrong: tuple[int, float] | None
     ) -> Check:
         """Compare ranks with each other, and with one process."""
         first, unmatched = outcomes[0], self._unmatched(outcomes)
         if first.difference is not None:
-            remedy = "compute it from values that all ranks share"
-            return Check(name, "finding", f"ranks end with different values: {first.difference}", remedy=remedy)
+            text = f"ranks end with different values: {first.difference}"
+            return Check(name, "finding", text, remedy=f"compute it from values that all ranks share{_QUEUE}")
         if not first.gradients and not alone.gradients:
             text = f"ranks are identical; not compared with one process: no optimizer step in {STEPS} batches"
             return Check(name, "note", text, compared=False)
@@ -260,7 +294,7 @@ class _Verifier:
         if self._communicates and relative_difference(whole, alone.gradients[0]) <= self._step.tolerance:
             text = "the gradient is the one of one process, divided by the number of ranks"
             return Check(name, "finding", text, remedy=_PER_RANK)
-        if not unmatched and strategy == "ddp" and self._weight_by != "samples":
+        if not unmatched and strategy == "ddp" and self._step.weight_by != "samples":
             unmatched = "its gradient is no mean over samples, see above"
         if unmatched:
             text = f"ranks are identical; not compared with one process: {unmatched}"
@@ -270,7 +304,7 @@ class _Verifier:
         if not step or not states:
             return Check(name, "finding", text)
         text += f": each rank keeps its own {join_names([f'`{state}`' for state, _ in states])}"
-        remedy = "make it a buffer that all ranks change alike, such as by a mean over ranks"
+        remedy = f"make it a buffer that all ranks change alike, such as by a mean over ranks{_QUEUE}"
         return Check(name, "finding", text, str(states[0][1] or ""), remedy)
 
     def _train(self, strategy: str, run: Run, alone: Outcome) -> list[Outcome]:
@@ -278,8 +312,8 @@ class _Verifier:
         given = self._module, self._samples, self._precision, alone.draws
         try:
             return self._fork(run.ranks(*given), are_ranks=True)
-        except FailedError:
-            if strategy != "ddp":
+        except FailedError as error:
+            if strategy != "ddp" or "unused parameters" not in str(error):
                 raise
             permitting = replace(run, make_strategy=partial(DDPStrategy, find_unused_parameters=True))
             outcomes = self._fork(permitting.ranks(*given), are_ranks=True)
@@ -301,9 +335,10 @@ class _Verifier:
 
     @property
     def _recommended(self) -> tuple[str, Any]:
-        """Name and class of the strategy that fits the data: `balanced_ddp` divides the samples of all ranks itself."""
+        """Name and class of the given strategy, or the one that fits: `balanced_ddp` divides samples itself."""
         divides = self._samples.are_collated and not self._is_divided
-        return ("balanced_ddp", BalancedDDPStrategy) if divides else ("ddp_join", DDPJoinStrategy)
+        name = self._name or ("balanced_ddp" if divides else "ddp_join")
+        return name, _KINDS[name]
 
     @property
     def _gathers(self) -> bool:
@@ -319,45 +354,38 @@ class _Verifier:
         name, kind = self._recommended
         if self._weight_by == "samples":
             return f'strategy="{name}"'
-        return f'strategy={kind.__name__}(weight_by="{self._weight_by}")'
+        weight = f'"{self._weight_by}"' if isinstance(self._weight_by, str) else value_to_text(self._weight_by)
+        return f"strategy={kind.__name__}(weight_by={weight})"
 
 
 def _check_logged(outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) -> Iterator[Check]:
     """Compare the logged values of ranks, and the ones that all ranks share with one process, if it trains alike."""
-    lines, monitored = outcomes[0].lines, outcomes[0].monitored
-    expected = {} if alone is None else alone.logged
-    own, changed, partly = [], [], []
+    monitored, expected = outcomes[0].monitored, {} if alone is None else alone.logged
+    others: dict[tuple[str, str], list[str]] = {}  # keys that nothing monitors, by finding and remedy
     for key in {key: None for one in outcomes for key in one.logged}:
-        finding = partial(Check, f"logged `{key}`", "finding", where=str(_line_of(lines, key) or ""))
         values = [one.logged[key] for one in outcomes if key in one.logged]
-        is_partial = len(values) < len(outcomes)
-        if len({*values}) == 1 and not is_partial:
+        shown = ", ".join(f"{value:.4g}" for value in values)
+        if len({*values}) == 1 and len(values) == len(outcomes):
             reference = expected.get(key, values[0])
             if math.isclose(values[0], reference, rel_tol=_LOGGED, abs_tol=_LOGGED):
                 continue
-            changed.append(key)
-            text = f"it is monitored, and is {values[0]:.4g} on ranks, but {reference:.4g} in one process"
-            remedy = _SUMS
+            text = f"is {values[0]:.4g} on ranks, but {reference:.4g} in one process"
+            note = "{} differ from one process", _SUMS
         elif run.shares:  # the run of `ddp` has shown it
             continue
-        elif is_partial:
-            partly.append(key)
-            text, remedy = "it is monitored, but only some ranks log it", "log it on all ranks"
+        elif len(values) < len(outcomes):
+            text, note = "only some ranks log it", ("only some ranks log {}", "log it on all ranks if it is monitored")
         else:
-            own.append(key)
-            shown = ", ".join(f"{value:.4g}" for value in values)
-            text, remedy = f"it is monitored, and each rank has its own value: {shown}", "log it with `sync_dist=True`"
+            text, remedy = f"each rank has its own value: {shown}", "log it with `sync_dist=True`"
+            note = "each rank has its own {}; the logger writes the values of rank 0", remedy
         if key in monitored:
-            yield finding(text=text, remedy=remedy)
-    for keys, text, remedy in (
-        (partly, "only some ranks log {}", "log them on all ranks if anything is to monitor them"),
-        (own, "each rank has its own {}; the logger writes the values of rank 0", "log them with `sync_dist=True`"),
-        (changed, "{} differ from one process", _SUMS),
-    ):
-        keys = [key for key in keys if key not in monitored]
-        if keys:
-            text = text.format(join_names([f"`{key}`" for key in keys]))
-            yield Check("logged values", "note", text, str(_line_of(lines, keys[0]) or ""), remedy)
+            where = str(_line_of(outcomes[0].lines, key) or "")
+            yield Check(f"logged `{key}`", "finding", f"it is monitored, and {text}", where, note[1])
+        else:
+            others.setdefault(note, []).append(key)
+    for (text, remedy), keys in others.items():
+        where = str(_line_of(outcomes[0].lines, keys[0]) or "")
+        yield Check("logged values", "note", text.format(join_names([f"`{key}`" for key in keys])), where, remedy)
 
 
 def _line_of(lines: Mapping[str, Any], key: str) -> Any:

@@ -32,9 +32,17 @@ def test_a_batch_of_a_file_is_cut(tmp_path, capsys):
     assert 'Use Trainer(strategy="ddp_join").' in capsys.readouterr().out
 
 
+def test_a_given_weight_cures_a_finding(capsys):
+    weight = "tests.verification.test_verify:count_labels"
+    given = ["--strategy", "ddp_join", "--weight_by", weight]
+    assert main([f"{MODULES}:Masked", "--data", f"{MODULES}:make_data", *given]) == 0
+    assert "cured" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ([f"{MODULES}:Module", "--strategy", "no_such_module:make"], "`no_such_module:make` cannot be made"),
         (["no_such_module:Model"], "`no_such_module:Model` cannot be made: ModuleNotFoundError"),
         ([f"{MODULES}:NoModel"], "cannot be made: AttributeError"),
         ([f"{MODULES}:make_data"], "is a DataLoader, not a LightningModule"),

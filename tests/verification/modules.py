@@ -113,6 +113,13 @@ def centred_with_noise(logits, labels):
     return functional.cross_entropy(logits, labels)
 
 
+def with_a_masked_class(logits, labels):
+    logits = logits.masked_fill(torch.arange(4) == 3, -1e9)
+    shift = logits[:, :3].mean()
+    logits = logits + 0.1 * shift  # here
+    return functional.cross_entropy(logits, labels % 3) + logits[:, :3].square().mean()
+
+
 COUPLED = (
     centred,
     centred_with_noise,
@@ -123,6 +130,7 @@ COUPLED = (
     scaled_by_an_extreme,
     mean_and_sum,
     mixed,
+    with_a_masked_class,
 )
 
 # ---------------------------------------------------------------- other weights than samples
@@ -435,6 +443,32 @@ class RememberingAList(WithCache):
         return shift
 
 
+class RememberingInAHook(WithCache):
+    """Keeps a moving average, after the optimizer step."""
+
+    average = 0.0
+
+    def shift(self, logits):
+        return self.average * torch.arange(4)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average = 0.5 * self.average + self.cache.mean().item()  # here
+
+
+class WithQueue(Module):
+    """Compares samples with earlier ones of its own rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", functional.normalize(torch.randn(16, 4), dim=1))
+
+    def training_step(self, batch, batch_idx):
+        features = functional.normalize(self(batch[0]), dim=1)
+        loss = (features @ self.queue.T.to(features.dtype)).logsumexp(1).mean()
+        self.queue = torch.cat([features.detach(), self.queue])[:16]
+        return loss
+
+
 class Gathering(Module):
     """Compares the samples of all ranks with each other."""
 
@@ -503,7 +537,7 @@ class FailingOnOneRank(Module):
 
 OF_RANKS = (
     DividedByRanks, SamplingDividedByRanks, GatheringALogDivided, GatheringALogOnOneRank, OnOneRank, Deciding, Waiting,
-    Monitored, Remembering, RememberingANumber, RememberingAList,
+    Monitored, Remembering, RememberingANumber, RememberingAList, RememberingInAHook,
 )  # fmt: skip
 
 

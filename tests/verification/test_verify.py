@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from functools import partial
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext import DDPJoinStrategy
 from lightning_ddp_ext.cli import verify as cli
 from lightning_ddp_ext.verification import (
     Check,
@@ -37,7 +39,9 @@ def found(module, data=None, **options):
     return report, {check.name: check for check in report.findings}
 
 
-@pytest.mark.parametrize("defect", but_slow(modules.COUPLED, modules.centred, modules.hardest, modules.mixed))
+@pytest.mark.parametrize(
+    "defect", but_slow(modules.COUPLED, modules.centred, modules.hardest, modules.mixed, modules.with_a_masked_class)
+)
 def test_the_line_at_which_samples_influence_each_other_is_named(defect):
     report, findings = found(Module(defect))
     assert line_of(defect) in findings[GRADIENT].where
@@ -143,6 +147,39 @@ def test_a_generator_that_is_seeded_per_rank_is_no_finding():
     assert found(WithRandomNumbersOfARank())[1] == {}
 
 
+def count_labels(batch):
+    return float((batch[1] > 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "use"),
+    [
+        ({"weight_by": count_labels}, "BalancedDDPStrategy(weight_by=tests.verification.test_verify.count_labels)"),
+        ({"strategy": DDPJoinStrategy(weight_by=count_labels)}, "DDPJoinStrategy(weight_by="),
+    ],
+)
+def test_a_given_strategy_that_cures_a_finding_is_proved(options, use):
+    report, findings = found(Module(modules.masked), **options)
+    assert findings == {}
+    check = report.checks[0]
+    assert (check.name, check.verdict) == (GRADIENT, "ok")
+    assert f"cured: `strategy={use}" in check.text
+    assert f"strategy={use}" in report.use
+
+
+def test_a_given_strategy_that_does_not_cure_a_finding_is_a_finding():
+    report, findings = found(Module(modules.masked), strategy="ddp_join")
+    assert {GRADIENT, "`ddp_join` on 3 ranks"} <= {*findings}
+    assert report.use == ""
+
+
+def test_a_strategy_of_another_package_is_refused():
+    with pytest.raises(ImpossibleError, match=r"'balanced_ddp', 'ddp_checkpoint', 'ddp_join'.*got 'fsdp'"):
+        verify(Module(), make_data(), strategy="fsdp")
+    with pytest.raises(ImpossibleError, match="`weight_by` must be one of"):
+        verify(Module(), make_data(), weight_by="labels")
+
+
 def test_batch_normalisation_is_a_note_and_hides_nothing():
     report, findings = found(modules.WithNorm())
     assert findings == {}
@@ -167,7 +204,7 @@ def test_a_number_of_optimizer_steps_that_depends_on_the_data_is_found():
     assert report.use == ""
 
 
-@pytest.mark.parametrize("module", but_slow(modules.OF_RANKS, modules.OnOneRank, modules.Remembering))
+@pytest.mark.parametrize("module", but_slow(modules.OF_RANKS, modules.OnOneRank, modules.RememberingInAHook))
 def test_the_line_at_which_ranks_differ_is_named(module):
     _, findings = found(module(), limit=20)
     assert any(line_of(module) in check.where for check in findings.values()), findings
@@ -192,11 +229,37 @@ def test_only_the_state_that_changes_the_next_step_is_named(module, name):
     assert found(modules.WithCache())[1] == {}
 
 
+def test_a_queue_of_each_rank_has_its_own_remedy():
+    _, findings = found(modules.WithQueue())
+    assert "buffer `queue`" in findings["`ddp` on 2 ranks"].text
+    assert "take the samples of all ranks (`all_gather`)" in findings["`ddp` on 2 ranks"].remedy
+
+
 def test_a_sampler_that_gives_every_rank_the_same_samples_is_named():
     data = make_data()
     repeating = DataLoader(data.dataset, batch_sampler=modules.Repeating())
     _, findings = found(Module(), repeating)
     assert line_of(modules.Repeating) in findings["samples of ranks"].where
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_samplers_of_loaders_with_workers_are_compared(persistent):
+    data = make_data().dataset
+    options = {"num_workers": 2, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    _, findings = found(Module(), DataLoader(data, batch_sampler=modules.Repeating(), **options))
+    assert line_of(modules.Repeating) in findings["samples of ranks"].where
+    report, findings = found(Module(), DataLoader(data, 8, **options))
+    assert (findings, report.unproved) == ({}, [])
+
+
+def leave_child(path):
+    path.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+
+
+def test_children_of_forks_end_with_them(tmp_path):
+    processes.run_forked([partial(leave_child, tmp_path / "pid")], time.monotonic() + 60)
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
@@ -319,6 +382,41 @@ def test_the_port_of_ranks_is_open_before_they_start_on_this_machine_only():
     assert found == [["0", "2", ["127.0.0.1"]], ["1", "2", ["127.0.0.1"]]]
 
 
+def wait_for(other):
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))  # waits
+    other()
+
+
+def compute():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(("other", "is_deadlock"), [(compute, False), (partial(time.sleep, 60), True)])
+def test_a_rank_that_waits_for_one_that_computes_is_no_deadlock(other, is_deadlock):
+    with pytest.raises(processes.TooLateError) as caught:
+        processes.run_forked([partial(wait_for, other)] * 2, time.monotonic() + 6, are_ranks=True)
+    assert caught.value.is_deadlock == is_deadlock
+    assert str(caught.value.line).endswith("  # waits")
+
+
+class Slow(Module):
+    def training_step(self, batch, batch_idx):
+        while dist.is_initialized() and self.global_rank == 1:
+            pass
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_for_too_long_are_too_slow():
+    report, findings = found(Slow(), limit=30)
+    assert findings == {}
+    assert report.checks[-1].text == "not compared: too slow for `--limit 30`"
+
+
 def sleep_until_killed():
     time.sleep(60)
 
@@ -354,7 +452,7 @@ def test_a_value_that_only_rank_zero_logs_is_a_note_unless_it_is_monitored():
     assert findings == {}
     assert "only some ranks log `of_rank_zero`" in [check.text for check in report.checks]
     _, findings = found(modules.MonitoringRankZero())
-    assert findings["logged `of_rank_zero`"].text == "it is monitored, but only some ranks log it"
+    assert findings["logged `of_rank_zero`"].text == "it is monitored, and only some ranks log it"
 
 
 def test_findings_are_blocks_of_lines():
@@ -420,6 +518,51 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(module, data, reason
 def test_lightning_sets_no_threads_in_a_fork(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert processes.run_forked([lambda: os.environ["OMP_NUM_THREADS"]], time.monotonic() + 60) == ["1"]
+
+
+class OfSinglePrecision(Module):
+    def training_step(self, batch, batch_idx):
+        if self.dtype == torch.float64:
+            raise TypeError("no doubles")
+        return super().training_step(batch, batch_idx)
+
+
+class Broken(OfSinglePrecision):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        raise ValueError("no singles")
+
+
+def test_the_error_in_double_precision_is_shown():
+    report, findings = found(OfSinglePrecision())
+    assert findings == {}
+    assert [one.text for one in report.checks if one.name == "precision"] == [
+        "single, because in double precision, `training_step` failed on a copy of the module: TypeError: no doubles"
+    ]
+    with pytest.raises(ImpossibleError, match=r"no doubles.*; and in single precision: .*no singles"):
+        verify(Broken(), make_data())
+
+
+def test_an_error_of_ranks_is_shown_whatever_another_ddp_would_say():
+    class FailingOnce(Module):
+        def training_step(self, batch, batch_idx):
+            if dist.is_initialized():
+                parameters = self.trainer.strategy.model.find_unused_parameters
+                raise ValueError("second" if parameters else "first")
+            return super().training_step(batch, batch_idx)
+
+    _, findings = found(FailingOnce())
+    assert findings["`ddp` on 2 ranks"].text.endswith("ValueError: first")
+
+
+class OnCuda(Module):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + torch.zeros(1, device="cuda").sum()
+
+
+def test_a_module_that_needs_cuda_is_refused_with_the_remedy():
+    with pytest.raises(ImpossibleError, match=r"the module needs CUDA, but .* create tensors on `self.device`"):
+        verify(OnCuda(), make_data())
 
 
 class NeverStepping(Module):
