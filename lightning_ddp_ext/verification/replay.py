@@ -115,7 +115,7 @@ class BatchReplay:
         if refuses_collectives:
             alone = replaced_collectives(lambda group, name: _refuse_collective, lambda group: group, lambda: None)
         try:
-            with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, NoDropout():
+            with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, NoDropout(self._copy):
                 module = self._copied(self._copy)
                 if not normalizes:
                     for part in find_batch_norms(module):
@@ -206,7 +206,6 @@ class BatchReplay:
         copied: Any = copy.deepcopy(module, {id(self._trainer): view})
         copied.trainer = view
         copied.log = lambda *_, **__: None
-        switch_dropout_off(copied)
         return copied
 
 
@@ -228,17 +227,16 @@ class _TrainerView:
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def switch_dropout_off(module: nn.Module) -> None:
-    """Switch dropout off in layers: `NoDropout` sees neither kernels that apply it, nor recomputed activations."""
-    for part in module.modules():
-        if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
-            part.dropout = 0.0
-        elif isinstance(part, _DROPOUT):
-            part.p = 0.0
-
-
 class NoDropout(TorchFunctionMode):
-    """Switches dropout off in modules and functions, while the model stays in training mode."""
+    """Switches dropout off in the layers of a module for ever, and in functions, while it stays in training mode."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for part in module.modules():  # the mode sees neither kernels that apply it, nor recomputed activations
+            if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+                part.dropout = 0.0
+            elif isinstance(part, _DROPOUT):
+                part.p = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -30,13 +30,7 @@ from lightning_ddp_ext.consistency import find_difference, name_training_state, 
 from lightning_ddp_ext.resume.rng_state import SeededRng, find_loader_rngs, seed_all
 from lightning_ddp_ext.verification.operations import GROUPS, Drawn, Draws, Line, Recording, find_lines, is_own_file
 from lightning_ddp_ext.verification.processes import launch_variables, note_time
-from lightning_ddp_ext.verification.replay import (
-    BatchReplay,
-    NoDropout,
-    find_batch_norms,
-    flat_gradient,
-    switch_dropout_off,
-)
+from lightning_ddp_ext.verification.replay import BatchReplay, NoDropout, find_batch_norms, flat_gradient
 from lightning_ddp_ext.verification.samples import Samples
 
 STEPS = 2
@@ -271,11 +265,10 @@ def fit(
 ) -> Outcome:
     """Train in this process without dropout, and validate; if it `stops`, only trace the first step."""
     seed_everything(0, verbose=False)
-    switch_dropout_off(module)
     watch = _Watch(traces, stops, make_draws)
     options = {"limit_val_batches": 1.0 if validation else 0, "use_distributed_sampler": False, **options}
     trainer = quiet_trainer(callbacks=[watch, *callbacks], **options)
-    with NoDropout(), suppress(Stopped):
+    with NoDropout(module), suppress(Stopped):
         # A step without `dataloader_idx` is for a single loader.
         trainer.fit(module, loader, validation if len(validation) > 1 else next(iter(validation), None))
     watch.found.logged = logged_numbers(trainer)

@@ -5,20 +5,21 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import STRUCTURE
-from lightning_ddp_ext._lightning import LambdaCallback, LightningModule, Trainer
+from lightning_ddp_ext._lightning import LambdaCallback, LightningModule, Trainer, is_overridden
 from lightning_ddp_ext.batches.label_counts import TokenCount
+from lightning_ddp_ext.batches.weights import WeightBy
 from lightning_ddp_ext.consistency import value_to_text
 from lightning_ddp_ext.errors import ImpossibleError
 from lightning_ddp_ext.verification.operations import Line, Recording, is_own_file
@@ -75,9 +76,7 @@ class GradientFit:
 class FirstStep:
     """The first training step, as its parts show it."""
 
-    weight_by: (
-        Literal["samples", "tokens", "sum"] | None
-    )  # of a strategy that has the gradient of one process; None if there is none
+    weight_by: WeightBy | None  # of a strategy that has the gradient of one process; None if there is none
     tolerance: float  # largest relative difference that rounding explains
     draws: str  # what draws random numbers that the parts and ranks cannot repeat; empty if nothing does
     states: list[tuple[str, Line | None]]  # attributes that keep something for the next step, and who sets them
@@ -115,7 +114,10 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     bounds = [sum(sizes[:place]) / sum(sizes) for place in range(len(sizes) + 1)]
     for part, (begin, end) in zip(parts, pairwise(bounds), strict=True):
         of_parts.append(run(part, record=partial(Recording, whole=taken, begin=begin, end=end)))
-    states = _find_states(partial(run, ends=True), whole, parts[0], replay.tolerance)
+    ended: Iterable[ReplayedStep] = (of_whole, of_parts[0])
+    if is_overridden("on_train_batch_end", replay.module):
+        ended = (run(batch, ends=True) for batch in (whole, parts[0]))
+    states = _find_states(partial(run, whole, ends=True), ended, replay.tolerance)
     if not all(one.recording is not None and one.recording.is_matched for one in of_parts):
         replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
     elif replay.foreign_draws:
@@ -225,13 +227,13 @@ _Place = tuple[str, str]  # name of a module, and of its attribute
 
 
 def _find_states(
-    run_on: Callable[..., ReplayedStep], whole: Any, part: Any, tolerance: float
+    run: Callable[..., ReplayedStep], ended: Iterable[ReplayedStep], tolerance: float
 ) -> list[tuple[str, Line | None]]:
     """Return the attributes that depend on the batch and change the gradient of the next step, and who sets them.
 
-    `run_on` runs the step on a batch, on a module that `prepare` changes before.
+    `run` runs the step on the whole batch, on a module that `prepare` changes before; it has `ended` on the whole batch
+    and on a part.
     """
-    run = partial(run_on, whole)
 
     def run_after(places: Sequence[_Place]) -> ReplayedStep:
         def prepare(module: nn.Module) -> None:
@@ -243,7 +245,7 @@ def _find_states(
 
     found = []
     try:
-        after, of_part = (dict(_attributes(run_on(batch).module)) for batch in (whole, part))
+        after, of_part = (dict(_attributes(step.module)) for step in ended)
         changed = [place for place, value in after.items() if _text(value) != _text(of_part.get(place))]
         following = run_after(changed).gradients if changed else []
         for place in changed:

@@ -103,8 +103,8 @@ class _Verifier:
         if strategy is not None and self._name is None:
             choices = ", ".join(map(repr, _KINDS))
             raise ImpossibleError(f"`strategy` must be one of {choices} or of their classes, got {strategy!r}")
-        default: Any = None if strategy is None else getattr(strategy, "weight_by", "samples")
-        self._weight_by: WeightBy | None = weight_by or default
+        own: Any = getattr(strategy, "weight_by", weight_by)  # of an object, its own
+        self._weight_by: WeightBy | None = own or (None if strategy is None else "samples")
         self._is_given = self._weight_by is not None
         try:
             WeightRule(self._weight_by or "samples", lambda text: None)
