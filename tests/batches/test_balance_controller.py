@@ -158,13 +158,16 @@ def excess_after_ten_decisions(seed, number, monkeypatch):
     return excess(controller, ranks, batch_size)
 
 
-@pytest.mark.parametrize(("ranks", "runs", "good"), [(2, 1000, 0.95), (4, 250, 0.93)])
+@pytest.mark.parametrize(
+    ("ranks", "runs", "good"), [pytest.param(2, 1000, 0.95, marks=pytest.mark.slow), (4, 250, 0.93)]
+)
 def test_ten_decisions_find_the_best_division(ranks, runs, good, monkeypatch):
     found = [excess_after_ten_decisions(seed, ranks, monkeypatch) for seed in range(runs)]
     assert sum(one <= 0.03 for one in found) >= good * len(found)
     assert max(found) <= 0.10
 
 
+@pytest.mark.slow
 def test_noisy_speeds_that_swap_at_any_time_are_followed_in_15_batches():
     runs, late = 1000, 0
     for seed in range(runs):

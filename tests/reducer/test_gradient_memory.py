@@ -38,13 +38,13 @@ class LiveStorages(TorchDispatchMode):
 
 
 def measure(batches, keeps_gradients=False, **options):
-    """Return the peaks of three steps; between them nothing is held."""
+    """Return the peaks of two steps; between them nothing is held."""
     model = nn.Sequential(*(nn.Linear(512, 256, bias=False) for _ in range(LAYERS)))
     unit = sum(parameter.nbytes for parameter in model.parameters())
     reducer, inputs, kept, found = GradientReducer(model, **options), torch.ones(1, 512), [], []
     for parameter in model.parameters() if keeps_gradients else ():
         parameter.register_hook(kept.append)
-    for _ in range(3):
+    for _ in range(2):
         model.zero_grad()
         with LiveStorages(model) as storages:
             for _ in range(batches - 1):
