@@ -266,8 +266,7 @@ def train_nequip(run: Run, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ase.io.write(f"{folder}/data.xyz", molecules, format="extxyz")
         data = ASEDataset(
-            f"{folder}/data.xyz",
-            [ChemicalSpeciesToAtomTypeMapper(["H", "O"]), NeighborListTransform(r_max=4.0)],
+            f"{folder}/data.xyz", [ChemicalSpeciesToAtomTypeMapper(["H", "O"]), NeighborListTransform(r_max=4.0)]
         )
     loader = DataLoader(data, run.batch_size, collate_fn=AtomicDataDict.batched_from_list)
     model = NequIPLightningModule(

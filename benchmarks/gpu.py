@@ -38,12 +38,7 @@ from torch.profiler import profile as Profiler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext import (
-    BalancedDataParallelStrategy,
-    BalancedDDPStrategy,
-    DDPCheckpointStrategy,
-    DDPJoinStrategy,
-)
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests.support import devices
 
 _PROFILED = 5  # steps

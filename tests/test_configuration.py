@@ -334,11 +334,7 @@ def test_the_documented_application_makes_its_trainer_with_every_strategy_and_cl
         ):
             assert compose("config", overrides=overrides).strategy.gpu0_batch_size == size
         assert compose("config", overrides=["+model=digits_cnn"]).model == "digits_cnn"  # a value: no such group
-        for overrides in (
-            ["experiment=byte_transformer"],
-            ["strategy=ddp", "experiment=mine"],
-            ["process_group=gluu"],
-        ):
+        for overrides in (["experiment=byte_transformer"], ["strategy=ddp", "experiment=mine"], ["process_group=gluu"]):
             with pytest.raises((HydraException, OmegaConfBaseException)):
                 compose("config", overrides=overrides)
 

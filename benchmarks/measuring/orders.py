@@ -42,11 +42,7 @@ class Orders:
 
 
 def serve(
-    carry_out: Callable[..., None],
-    pipe: Connection,
-    errors: int,
-    environment: Mapping[str, str],
-    tree: Path | None,
+    carry_out: Callable[..., None], pipe: Connection, errors: int, environment: Mapping[str, str], tree: Path | None
 ) -> NoReturn:
     """Carry out each order as `carry_out(orders, **order)` in a process of its own; an error ends the process.
 

@@ -48,10 +48,7 @@ def draw_ratios(
 def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, label: str, colour: str) -> None:
     known = [(row + offset, ratio) for row, ratio in enumerate(ratios) if ratio is not None]
     medians = [ratio.median for _, ratio in known]
-    spans = [
-        [ratio.median - ratio.low for _, ratio in known],
-        [ratio.high - ratio.median for _, ratio in known],
-    ]
+    spans = [[ratio.median - ratio.low for _, ratio in known], [ratio.high - ratio.median for _, ratio in known]]
     rows = [row for row, _ in known]
     axis.errorbar(medians, rows, xerr=spans, fmt="o", color=colour, capsize=4, label=label)
     # The numbers stand in a column of their own, where no interval can cross them.

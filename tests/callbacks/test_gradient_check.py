@@ -19,12 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import (
-    BalancedDataParallelStrategy,
-    BalancedDDPStrategy,
-    DDPCheckpointStrategy,
-    DDPJoinStrategy,
-)
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state

@@ -22,12 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_ddp_ext._compat import (
-    lightning,
-    lightning_loaders,
-    lightning_logging,
-    lightning_loops,
-)
+from lightning_ddp_ext._compat import lightning, lightning_loaders, lightning_logging, lightning_loops
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.lockstep_source import RankedLoader
 from lightning_ddp_ext.loaders.samplers import UnpaddedSamplerWrapper

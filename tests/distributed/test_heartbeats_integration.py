@@ -189,8 +189,7 @@ SCENARIOS = {
         {rank: [DEADLOCK, "recv <- wait_for_anoth"] for rank in range(2)},
     ),
     "the device of rank 1 hangs": Scenario(
-        {1: hang_on_the_device},
-        {0: [DEADLOCK, "rank 1: step 3, counting, in hang_on", "device does not answer"]},
+        {1: hang_on_the_device}, {0: [DEADLOCK, "rank 1: step 3, counting, in hang_on", "device does not answer"]}
     ),
     "the device of rank 1 hangs, rank 0 is killed": Scenario({0: kill, 1: hang_on_the_device}),
 }

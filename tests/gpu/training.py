@@ -14,12 +14,7 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import (
-    BalancedDataParallelStrategy,
-    BalancedDDPStrategy,
-    DDPCheckpointStrategy,
-    DDPJoinStrategy,
-)
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.toolkit import digest_of
 from tests.support import training
 from tests.support.processes import run_processes

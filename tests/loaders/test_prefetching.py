@@ -15,12 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext import (
-    BalancedDataParallelStrategy,
-    BalancedDDPStrategy,
-    DDPCheckpointStrategy,
-    DDPJoinStrategy,
-)
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.loaders.prefetching import Prefetcher
 from lightning_ddp_ext.loaders.step_loader import EvenSource, StepLoader
 from tests.support.training import quiet_trainer
@@ -108,11 +103,7 @@ def test_a_run_is_the_same_bit_for_bit(make, workers, options):
         assert found != train(make, 2, WithGenerator(), seed=3)
 
 
-DRAWS = {
-    "torch": lambda: float(torch.rand(())),
-    "NumPy": lambda: float(numpy.random.rand()),
-    "random": random.random,
-}
+DRAWS = {"torch": lambda: float(torch.rand(())), "NumPy": lambda: float(numpy.random.rand()), "random": random.random}
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)

@@ -125,9 +125,7 @@ def _freeze_some(shared: torch.Generator, *models: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks_and_none_with_equal_weights(
-    world_size,
-):
+def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks_and_none_with_equal_weights(world_size):
     """The control: the batches of the scenarios differ in size."""
     by_rank = run_processes(play_matrix_with_weights_and_without, world_size, timeout=120)
     verdicts, unweighted = zip(*by_rank, strict=True)

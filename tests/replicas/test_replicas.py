@@ -232,11 +232,7 @@ class CompiledFunction(nn.Linear):
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda: nn.LSTM(3, 4),
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
-        CompiledFunction,
-    ],
+    [lambda: nn.LSTM(3, 4), lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), CompiledFunction],
     ids=["recurrent", "parametrized", "compiled function"],
 )
 def test_parts_that_refer_to_parameters_in_other_ways_use_the_replicas(build):

@@ -324,10 +324,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5, num_workers=1),
         ENDED,
     ),
-    "data pipe": (
-        lambda: DataLoader(IterableWrapper(list(data())), 5),
-        "Wrapper` gives each rank samples of its own",
-    ),
+    "data pipe": (lambda: DataLoader(IterableWrapper(list(data())), 5), "Wrapper` gives each rank samples of its own"),
     "small batches": (
         lambda: DataLoader(data(), 1),
         "BatchSplitError: rank 1 never gets a sample: batches of 1 are shared as [1, 0]. Use larger batches or fewer",

@@ -6,13 +6,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional
 
 from lightning_ddp_ext import BatchSplitError
-from tests.support.training import (
-    Classifier,
-    balanced,
-    batches,
-    compare,
-    train,
-)
+from tests.support.training import Classifier, balanced, batches, compare, train
 
 
 class Pairs:

@@ -7,11 +7,7 @@ import time
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize

@@ -11,16 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import DDPJoinStrategy, UnevenInputsError
 from lightning_ddp_ext.loaders import lockstep_source
-from tests.strategies.toolkit import (
-    RANK,
-    Classifier,
-    SizedStream,
-    assert_identical,
-    fit,
-    gather,
-    loader,
-    samples,
-)
+from tests.strategies.toolkit import RANK, Classifier, SizedStream, assert_identical, fit, gather, loader, samples
 
 pytestmark = pytest.mark.slow
 MORE = 3  # samples or batches that are announced and missing
