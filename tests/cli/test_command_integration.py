@@ -77,7 +77,8 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_classes_and_a_strategy_of_the_working_directory_are_found_and_start_processes(tmp_path):
+@pytest.mark.parametrize("mode", [[], ["--multirun"]])
+def test_classes_and_a_strategy_of_the_working_directory_are_found_and_start_processes(tmp_path, mode):
     (tmp_path / "mine.py").write_text(OWN)
     for group in ("experiment", "strategy"):
         (tmp_path / "conf" / group).mkdir(parents=True)
@@ -87,7 +88,7 @@ def test_classes_and_a_strategy_of_the_working_directory_are_found_and_start_pro
         "model: {_target_: mine.Net, width: 3}\ndata: {_target_: mine.Data}\ntrainer: {max_epochs: 1}\n"
     )
     own = ["experiment=own", "strategy=plain", "trainer.devices=2", "callbacks=none"]
-    done = command(tmp_path, "--multirun", *own, OMP_NUM_THREADS="1")
+    done = command(tmp_path, *mode, *own, OMP_NUM_THREADS="1")
     assert "my_test" in done.stdout
     assert done.stdout.count("2 processes on cpu") == 1
 

@@ -80,16 +80,17 @@ def test_a_model_is_tried_on_one_batch(tmp_path, debug, steps):
 
 @pytest.mark.slow
 def test_a_sweeper_finds_the_best_job(tmp_path):
-    sweep = ["--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1"]
+    sweep = ["--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1"]
     choices = ["hydra.sweeper.direction=minimize", "+model.rate=interval(0.0,0.5)", "hydra.sweeper.sampler.seed=1"]
     (tmp_path / "net.py").write_text(OWN)
-    overrides = [*sweep, *CUSTOM, *QUIET, *choices, "hydra.sweep.dir=sweep", "test=false"]
-    overrides.append("trainer.max_epochs=1")
-    command(tmp_path, *overrides, "strategy=ddp_join", "optimized_metric=my_val", limit=280, OMP_NUM_THREADS="1")
-    values = [results(tmp_path, f"sweep/{number}")["my_val"] for number in range(4)]
-    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
-    assert best["best_value"] == min(values) < max(values)
-    settings = yaml.safe_load((tmp_path / "sweep" / str(values.index(min(values))) / "config.yaml").read_text())
-    assert [*best["best_params"].values()] == [settings["model"]["rate"]]
-    done = command(tmp_path, *overrides, "strategy=single", "optimized_metric=value", code=1, OMP_NUM_THREADS="1")
+    overrides = [*sweep, *CUSTOM, *QUIET, *choices, "test=false", "trainer.max_epochs=1"]
+    for name, jobs in (("ddp_join", 2), ("single", 4)):  # in processes of each job, and in the process of the sweep
+        own = [f"strategy={name}", f"hydra.sweeper.n_trials={jobs}", f"hydra.sweep.dir={name}"]
+        command(tmp_path, *overrides, *own, "optimized_metric=my_val", limit=280, OMP_NUM_THREADS="1")
+        values = [results(tmp_path, f"{name}/{number}")["my_val"] for number in range(jobs)]
+        best = yaml.safe_load((tmp_path / name / "optimization_results.yaml").read_text())
+        assert best["best_value"] == min(values) < max(values)
+        settings = yaml.safe_load((tmp_path / name / str(values.index(min(values))) / "config.yaml").read_text())
+        assert [*best["best_params"].values()] == [settings["model"]["rate"]]
+    done = command(tmp_path, *overrides, *own, "optimized_metric=value", code=1, OMP_NUM_THREADS="1")
     assert "`optimized_metric=value` was not logged: the run has logged my_val. Use one of its keys" in done.stderr

@@ -437,7 +437,7 @@ def interrupted(tmp_path_factory):
     points += [("shuffled", 5), ("own generator", 5)]  # the end of the first epoch
     whole = run_on_ranks(1, {name: Seen(name, {}) for name in RESUMED})
     folders, found = {}, {}
-    for ranks in (2, 3):
+    for ranks in (1, 2, 3):
         folders[ranks] = tmp_path_factory.mktemp(f"of{ranks}")
         cases = {f"{name}-{steps}": partial(see, name, steps, True) for name, steps in points}
         found[ranks] = run_on_ranks(ranks, cases, folders[ranks])
@@ -445,7 +445,7 @@ def interrupted(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2)])
 def test_a_run_resumes_on_any_number_of_ranks(interrupted, before, after):
     points, whole, folders, found = interrupted
     cases = {f"{name}-{steps}": partial(see, name, steps, False) for name, steps in points}
