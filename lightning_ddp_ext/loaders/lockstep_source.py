@@ -17,10 +17,9 @@ from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, gather_known, list_ranks
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.loaders.counting import CountedBatches, Fetched
 from lightning_ddp_ext.loaders.step_loader import (
     UNLIMITED,
-    CountedBatches,
-    Fetched,
     FetchedBatch,
     Participation,
     StepLoader,

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.batches.sample_counts import BatchSamples, mean_count
-from lightning_ddp_ext.loaders.step_loader import CountedLoader
+from lightning_ddp_ext.loaders.counting import CountedLoader
 
 
 def test_without_a_count_of_the_loader_the_tensors_decide():

@@ -8,10 +8,10 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ddp_ext.loaders.counting import CountedLoader
 from lightning_ddp_ext.loaders.step_loader import (
     POSITION,
     WORLD_SIZE,
-    CountedLoader,
     EvenSource,
     StepLoader,
     combine_evenly,
