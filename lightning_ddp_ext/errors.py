@@ -117,7 +117,7 @@ def with_remedy_for_cuda(text: str) -> str:
     """Return the text of an error on a CPU, as a remedy if it says that CUDA is missing."""
     if re.search(r"(?i)\bcuda\b|nvidia", text) is None:
         return text
-    remedy = 'create tensors on `self.device` instead of `.cuda()` or "cuda"'
+    remedy = "create tensors on `self.device` instead of `.cuda()`"
     return f"the module needs CUDA, but `verify` runs on CPUs: {remedy} ({text})"
 
 
