@@ -327,6 +327,17 @@ def name_training_state(
     return state
 
 
+def hash_training_state(module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> str:
+    """Return the SHA-256 of parameters, buffers, and the state and settings of optimizers, in hexadecimal digits."""
+    found = hashlib.sha256()
+    for name, tensor in name_training_state(module, optimizers).items():
+        found.update(f"{name} {describe(tensor)}".encode())
+        for part in _dense_parts(tensor.detach()):
+            flat = part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            found.update(flat.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 def _entries_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, str | None, Tensor]]:
     """Yield the path, the parameter's name if any, and the value of each entry of an optimizer."""
     for number, group in enumerate(optimizer.param_groups):

@@ -23,6 +23,18 @@ def current_results(trainer: Trainer) -> _ResultCollection | None:
     return trainer._results
 
 
+def set_logged_batch(trainer: Trainer, batch: Any) -> None:
+    """Let `self.log` count the samples of another batch."""
+    results = trainer._results
+    if results is not None:
+        results.batch, results.batch_size = batch, None
+
+
+def is_logged_in_step(metric: _ResultMetric) -> bool:
+    """Return True if a tensor was logged with `on_step`."""
+    return bool(metric.is_tensor and metric.meta.on_step and isinstance(metric._forward_cache, Tensor))
+
+
 def watch_logging(
     cleanup: ExitStack,
     trainer: Trainer,

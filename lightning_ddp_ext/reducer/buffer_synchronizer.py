@@ -118,8 +118,8 @@ def average_buffers(
     messages: dict[torch.device, list[Tensor]] = {}
     for (device, dtype), members in kinds.items():
         wire_device = device if widest_float(device) == torch.float64 else torch.device("cpu")
-        values = _encode(flatten(members).to(wire_device))
-        factors = [weight] * _has_mean(dtype) + [float(is_source)] * (dtype in _DOUBLE or not _has_mean(dtype))
+        values = encode_numbers(flatten(members).to(wire_device))
+        factors = [weight] * has_mean(dtype) + [float(is_source)] * (dtype in _DOUBLE or not has_mean(dtype))
         # A rank without weight may hold nan, and 0 * nan is nan.
         messages.setdefault(wire_device, []).extend(
             values * one if one else torch.zeros_like(values) for one in factors
@@ -131,18 +131,19 @@ def average_buffers(
         received[wire_device] = iter(torch.split(flat, [part.numel() for part in parts]))
     for (device, dtype), members in kinds.items():
         arrived = received[device] if device in received else received[torch.device("cpu")]
-        encoded = next(arrived) / total if _has_mean(dtype) else next(arrived)
+        encoded = next(arrived) / total if has_mean(dtype) else next(arrived)
         if dtype in _DOUBLE:
             source, rounding = next(arrived), (dist.get_world_size(group) + 1) * torch.finfo(torch.float64).eps
             encoded = torch.where((encoded - source).abs() <= rounding * source.abs(), source, encoded)
-        overwrite(members, _decode(encoded, dtype).to(device))
+        overwrite(members, decode_numbers(encoded, dtype).to(device))
 
 
-def _has_mean(dtype: torch.dtype) -> bool:
+def has_mean(dtype: torch.dtype) -> bool:
+    """Return True if buffers of a type are averaged."""
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _encode(values: Tensor) -> Tensor:
+def encode_numbers(values: Tensor) -> Tensor:
     """Convert flat values to double precision: complex numbers, and integers of up to 64 bits, become two numbers."""
     if values.is_complex():
         return torch.view_as_real(values).reshape(-1).double()
@@ -152,7 +153,8 @@ def _encode(values: Tensor) -> Tensor:
     return torch.cat([integers >> 32, integers & _LOW]).double()
 
 
-def _decode(encoded: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_numbers(encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the result of `encode_numbers` back."""
     if dtype.is_complex:
         return torch.view_as_complex(encoded.view(-1, 2)).to(dtype)
     if dtype.is_floating_point:
@@ -241,7 +243,7 @@ class BufferSynchronizer:
         self._weights = weights[self._rank], sum(weights), source
         found = {index: buffer for index in changed if (buffer := self._table.entries[index]) is not None}
         early = {
-            index: buffer for index, buffer in found.items() if _has_mean(buffer.dtype) or index in self._statistics
+            index: buffer for index, buffer in found.items() if has_mean(buffer.dtype) or index in self._statistics
         }
         # Writing to `data` increases no version, so that `settle` looks like no change.
         self._late |= {index: buffer.data for index, buffer in found.items() if index not in early}
@@ -271,7 +273,7 @@ class BufferSynchronizer:
             index: buffer.clone()
             for index, buffer in buffers.items()
             if tells and index not in self._statistics and self._compared[index] < _LEARNING
-            if self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
+            if self._rank == (0 if has_mean(buffer.dtype) else source + 1)
         }
         self._compared.update(own.keys())
         small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
@@ -300,7 +302,7 @@ class BufferSynchronizer:
         """Warn once if a buffer of this rank has got another value."""
         differ = next((index for index, value in own.items() if not same_values(value, buffers[index])), None)
         if differ is not None:
-            name, is_mean = self._table.names[differ], _has_mean(own[differ].dtype)
+            name, is_mean = self._table.names[differ], has_mean(own[differ].dtype)
             kept = "its mean by the weights of the batches" if is_mean else f"the value of rank {self._weights[2]}"
             self._warn(
                 f"buffer `{name}` was changed differently by each rank, and {kept} is kept. That is exact for a running"

@@ -78,7 +78,8 @@ class SharedLoader:
         elif not self._is_fetched_whole:
             if batches.cost is not None:
                 rank_zero_info(f"`cost` reads every sample of `{type(loader.dataset).__name__}` before training.")
-            self.loader = with_sampler(loader, draw, ShareCollate(collate))
+            make = batches.table.make_loader if batches.is_training else with_sampler
+            self.loader = make(loader, draw, ShareCollate(collate))
         elif not self._is_iterable:
             self.loader = with_sampler(loader, draw, collate)
 

@@ -58,6 +58,11 @@ class LoggedValues:
         self._pending.clear()
 
     @property
+    def records(self) -> Mapping[str, Any]:
+        """The records of the values that this step has logged, by key."""
+        return self._logged
+
+    @property
     def _is_shadow(self) -> bool:
         return self._participation is not None and self._participation.is_shadow
 

@@ -41,6 +41,8 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
             `"length"` for the length of its longest array, text or list of numbers; or `"padded_length"` if the
             loader pads samples to the longest one, so that samples of similar length come together.
         predictions_on: As for `DDPJoinStrategy`.
+        virtual_ranks: Number of parts into which each training batch is cut. A rank computes whole parts, one after
+            another; the results are the same bits on any number of ranks up to this one. None for no parts.
         options: Arguments of `ExplicitDDPStrategy`.
 
     Raises:
@@ -59,6 +61,21 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
     agrees = True
     shares_batches = True
 
+    def __new__(cls, *args: Any, virtual_ranks: int | None = None, **options: Any) -> "BalancedDDPStrategy":
+        """Return a strategy whose steps know of virtual ranks, if there are any; other steps are not changed."""
+        if virtual_ranks is None:
+            return super().__new__(cls)
+        from lightning_ddp_ext.strategies.virtual_ranks import VirtualRanksStrategy  # a subclass of this class
+
+        if issubclass(cls, VirtualRanksStrategy):
+            return super().__new__(cls)
+        if cls is not BalancedDDPStrategy:
+            raise TypeError(
+                f"`virtual_ranks` is not supported by `{cls.__name__}`. Derive it from"
+                " `lightning_ddp_ext.strategies.virtual_ranks.VirtualRanksStrategy` instead."
+            )
+        return super().__new__(VirtualRanksStrategy)
+
     def __init__(
         self,
         *args: Any,
@@ -67,6 +84,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         balance: Balance | None = None,
         cost: Cost | None = None,
         predictions_on: PredictionsOn = "all_ranks",
+        virtual_ranks: int | None = None,
         **options: Any,
     ) -> None:
         if options.get("prefetch"):
@@ -84,6 +102,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
             balance,
             cost,
         )
+        self.virtual_ranks = virtual_ranks
         self._training_loader: StepLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
 
@@ -104,26 +123,27 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
     def make_balance(self) -> ShareBalancer | None:
         resumed = {} if self._run is None else self._run.resumed_steps
         rule = None if self._run is None else self._rule
-        balance = ShareBalancer(
-            rule,
-            self.world_size,
-            self.root_device,
-            rank_zero_info,
-            has_own_memory(self.root_device, self.parallel_devices),
-        )
-        self._table = ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
-        balance.add(self._table)
+        balance = self._make_balancer(rule)
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
         # Without training, ranks have different seeds, and must shuffle alike.
         self._seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
         self._sampler_states = resumed.get("samplers", [])
         self._training_loader = None
+        self._table = self._make_table()
+        balance.add(self._table)
         if resumed and balance.load_state_dict(resumed["controller"]):
             self._table.load_state_dict(resumed["table"])
         shares = self._rule if balance.controller is None else "by their speed"
         by_cost = "" if self._cost is None else ", in units of `cost`"
         self.division = f"the ranks share each batch of the loader {shares}{by_cost}"
         return balance
+
+    def _make_balancer(self, rule: ChunkRule | None) -> ShareBalancer:
+        has_memory = has_own_memory(self.root_device, self.parallel_devices)
+        return ShareBalancer(rule, self.world_size, self.root_device, rank_zero_info, has_memory)
+
+    def _make_table(self) -> ShareTable:
+        return ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
@@ -164,7 +184,8 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {**super().compared_arguments(), **self._rule.given, "cost": self.cost}
+        own = {"cost": self.cost, "virtual_ranks": self.virtual_ranks}
+        return {**super().compared_arguments(), **self._rule.given, **own}
 
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:

@@ -128,6 +128,9 @@ class ExplicitDDPStrategy(
     division = "each rank draws its own batches, as many as the others"  # for a message
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
+    draws_alike = False  # all ranks have the same RNG state between steps
+    driver_type: type[StepDriver] = StepDriver
+    weights_type: type[BatchWeights] = BatchWeights
     agrees = False  # ranks may run out of data at different times, and agree on each step
 
     def __init__(
@@ -215,6 +218,10 @@ class ExplicitDDPStrategy(
     def count_samples(self, batch: Any) -> float | None:
         """Return the number of samples of the current batch, the mean over several loaders; None if it is unknown."""
         return self._samples.count(batch)
+
+    def make_reducer(self, module: Module, **options: Any) -> GradientReducer:
+        """Return the reducer of a run."""
+        return GradientReducer(module, **options)
 
     def make_balance(self) -> ShareBalancer | None:
         """Return what measures the ranks, once per run, if they share batches."""
@@ -351,7 +358,7 @@ class ExplicitDDPStrategy(
             self._cleanup.callback(self._checkpointing.remove, self.module)
             self._checkpointing.apply(self.model)
             rank_zero_info(f"On each rank, {self._checkpointing.report}.")
-        reducer = GradientReducer(
+        reducer = self.make_reducer(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
             comm_hook=self.comm_hook,
@@ -362,7 +369,7 @@ class ExplicitDDPStrategy(
         self._cleanup.callback(reducer.close)
         self.cpu_group = reducer.process_group
         trainer = self.module.trainer
-        self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
+        self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed, self.draws_alike)
         if self.world_size > 1 or self.shares_batches:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
         # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
@@ -376,7 +383,7 @@ class ExplicitDDPStrategy(
             # A step that fetches batches itself gives each the weight 1.
             counts = not takes_dataloader_iter(self.module, "training_step")
             is_automatic = self.module.automatic_optimization
-            weights = BatchWeights(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
+            weights = self.weights_type(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
             guard = OptimizerGuard(
                 self.global_rank,
                 reducer,
@@ -391,7 +398,7 @@ class ExplicitDDPStrategy(
             self._cleanup.callback(guard.close)
             reducer.buffers.settles_itself = False
             gradient = GradientDriver(reducer, weights.window, guard, balance)
-        self.driver = StepDriver(
+        self.driver = self.driver_type(
             self._cleanup, trainer, self._samples, self.agrees, timeout, weights, gradient, balance
         )
 

@@ -1,0 +1,152 @@
+"""Global batches of a fixed number of parts, of which each rank fetches a run; each part has its own random numbers."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.torch import has_torchs_iterator, with_sampler
+from lightning_ddp_ext._devices import seed_rng
+from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, even_chunks
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.resume.rng_state import preserved_rng_state
+from lightning_ddp_ext.shares.share_table import DividedBatch, Division, ShareTable
+
+
+def seed_process(*numbers: int, device: torch.device | None = None) -> None:
+    """Seed the generators of Python, NumPy, torch and a device with a hash of numbers."""
+    seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        seed_rng(seed, device)
+
+
+@dataclass(frozen=True)
+class PartIndices:
+    """The indices of the parts of a rank, and the numbers from which each part gets its random numbers."""
+
+    parts: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.parts)
+
+
+class PartDataset:
+    """A dataset that fetches and collates each part of a batch by itself."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_dataset", "_collate"):  # not set yet, while the object is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, parts: PartIndices) -> list[Any]:
+        """Return the batches of the parts."""
+        fetch, batches = getattr(self._dataset, "__getitems__", None), []
+        with preserved_rng_state():
+            for seeds, indices in parts:
+                seed_process(*seeds)
+                samples = fetch(indices) if callable(fetch) else [self._dataset[index] for index in indices]
+                batches.append(self._collate(samples))
+        return batches
+
+
+@dataclass(frozen=True, slots=True)
+class PartDivision(Division):
+    """How a global batch is divided into parts, and how many of them each rank gets."""
+
+    parts: int = 1
+    seeds: tuple[int, ...] = ()  # of the batch
+
+    @override
+    def divide(self, batch_size: int, costs: Sequence[float] | None) -> "DividedParts":
+        numbers = Division(self.rule, self.ranks, self.shares, self.limits, False, None).divide(self.parts, None).sizes
+        parts = even_chunks(batch_size, self.parts)
+        starts = [sum(numbers[:rank]) for rank in range(self.ranks)]
+        sizes = tuple(sum(parts[start : start + number]) for start, number in zip(starts, numbers, strict=True))
+        return DividedParts(range(batch_size), sizes, numbers, parts, self.seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class DividedParts(DividedBatch):
+    """The parts of a batch; `nominal` are the numbers of parts of the ranks."""
+
+    parts: Sequence[int]
+    seeds: tuple[int, ...]
+
+    @override
+    def own(self, batch: Any, rank: int) -> PartIndices | list[Any]:
+        first = sum(self.nominal[:rank])
+        found: list[Any] = []
+        for part in range(first, first + self.nominal[rank]):
+            if self.parts[part]:
+                start = sum(self.parts[:part])
+                found.append(((*self.seeds, part), batch[start : start + self.parts[part]]))
+        return PartIndices(found) if found else []
+
+
+class PartTable(ShareTable):
+    """Divides training batches into as many parts as there are virtual ranks; evaluation divides samples."""
+
+    def __init__(self, rule: ChunkRule, ranks: int, parts: int, seeds: Callable[[], tuple[int, ...]]) -> None:
+        super().__init__(rule, ranks)
+        self.parts = parts
+        self._find_seeds = seeds  # of the epoch that begins
+        self._seeds: tuple[int, ...] = ()
+
+    @override
+    def check_batch_size(self, batch_size: int | None) -> None:
+        pass  # parts may be empty
+
+    @override
+    def begin_epoch(self, skip: int) -> int:
+        self._seeds = self._find_seeds()
+        return super().begin_epoch(skip)
+
+    @override
+    def division(self, number: int, is_training: bool) -> Division:
+        plain = super().division(number, is_training)
+        if not is_training:
+            return plain
+        seeds = (*self._seeds, number - self._first)
+        return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, self.parts, seeds)
+
+    @override
+    def make_loader(self, loader: Any, draw: Callable[[Any], Any], collate: Callable[[Any], Any]) -> Any:
+        changed = with_sampler(loader, draw, list)
+        vars(changed).update(dataset=PartDataset(loader.dataset, collate))
+        return changed
+
+
+def check_loaders(loaders: Sequence[Any]) -> None:
+    """Refuse training loaders whose batches cannot be made part by part."""
+    for loader in loaders:
+        if not has_torchs_iterator(loader) or isinstance(loader.dataset, IterableDataset):
+            raise UnsupportedFeatureError(
+                f"`virtual_ranks` needs a `DataLoader` with a map-style dataset and a batch size, got"
+                f" `{type(loader).__name__}` of `{type(getattr(loader, 'dataset', loader)).__name__}`. Leave"
+                " `virtual_ranks` out for streams and for finished batches."
+            )
+    if len(loaders) > 1:
+        raise UnsupportedFeatureError(
+            f"`virtual_ranks` supports one training loader, got {len(loaders)}. Combine their datasets."
+        )
