@@ -61,21 +61,6 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
     agrees = True
     shares_batches = True
 
-    def __new__(cls, *args: Any, virtual_ranks: int | None = None, **options: Any) -> "BalancedDDPStrategy":
-        """Return a strategy whose steps know of virtual ranks, if there are any; other steps are not changed."""
-        if virtual_ranks is None:
-            return super().__new__(cls)
-        from lightning_ddp_ext.strategies.virtual_ranks import VirtualRanksStrategy  # a subclass of this class
-
-        if issubclass(cls, VirtualRanksStrategy):
-            return super().__new__(cls)
-        if cls is not BalancedDDPStrategy:
-            raise TypeError(
-                f"`virtual_ranks` is not supported by `{cls.__name__}`. Derive it from"
-                " `lightning_ddp_ext.strategies.virtual_ranks.VirtualRanksStrategy` instead."
-            )
-        return super().__new__(VirtualRanksStrategy)
-
     def __init__(
         self,
         *args: Any,
@@ -105,6 +90,10 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self.virtual_ranks = virtual_ranks
         self._training_loader: StepLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
+        if virtual_ranks is not None:
+            from lightning_ddp_ext.strategies.virtual_ranks import use_virtual_ranks  # which imports this module
+
+            use_virtual_ranks(self, virtual_ranks)
 
     @override
     def _configure_launcher(self) -> None:

@@ -25,28 +25,12 @@ from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
 class VirtualRanksStrategy(BalancedDDPStrategy):
-    """The strategy that `BalancedDDPStrategy(virtual_ranks=...)` makes.
-
-    Args:
-        virtual_ranks: Number of parts of each training batch.
-        options: Arguments of `BalancedDDPStrategy`.
-
-    Raises:
-        ValueError: If `virtual_ranks` is below 1 or, when ranks have been started, below the number of ranks, or if
-            `cost` or a communication hook is given too.
-    """
+    """The strategy that `BalancedDDPStrategy(virtual_ranks=...)` becomes; other steps do not know of virtual ranks."""
 
     draws_alike = True
     driver_type = VirtualStepDriver
     weights_type = PartWeights
-
-    def __init__(self, *args: Any, virtual_ranks: int, **options: Any) -> None:
-        check_integer("virtual_ranks", virtual_ranks, least=1, remedy="Leave it out for no virtual ranks.")
-        super().__init__(*args, virtual_ranks=virtual_ranks, **options)
-        self._parts = virtual_ranks
-        for name, given in (("cost", self.cost), ("ddp_comm_hook", self.comm_hook)):
-            if given is not None:
-                raise ValueError(f"`virtual_ranks={virtual_ranks}` and `{name}` exclude each other. Keep one of them.")
+    _parts: int
 
     @override
     def _configure_launcher(self) -> None:
@@ -112,7 +96,7 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
             "virtual_ranks": self._parts,
             "intra-op threads": torch.get_num_threads(),
             "kind of device": self.root_device.type,
-            "version of torch": torch.__version__,
+            "version of torch": str(torch.__version__),
         }
 
     def _check_resumed(self, saved: dict[str, Any]) -> None:
@@ -196,3 +180,18 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
                 " another. Compute the loss from the samples of one virtual rank, or leave `virtual_ranks` out."
             )
         return super().all_gather(tensor, *args, **options)
+
+
+def use_virtual_ranks(strategy: BalancedDDPStrategy, virtual_ranks: int) -> None:
+    """Check the arguments of a strategy, and make it one with virtual ranks."""
+    check_integer("virtual_ranks", virtual_ranks, least=1, remedy="Leave it out for no virtual ranks.")
+    for name, given in (("cost", strategy.cost), ("ddp_comm_hook", strategy.comm_hook)):
+        if given is not None:
+            raise ValueError(f"`virtual_ranks={virtual_ranks}` and `{name}` exclude each other. Keep one of them.")
+    if type(strategy) is not BalancedDDPStrategy:
+        raise TypeError(
+            f"`virtual_ranks` is an argument of `BalancedDDPStrategy` itself, got its subclass"
+            f" `{type(strategy).__name__}`. Leave it out."
+        )
+    strategy.__class__ = VirtualRanksStrategy
+    strategy._parts = virtual_ranks  # type: ignore[attr-defined]
