@@ -1,7 +1,7 @@
 """Private names of Lightning's logged values. Checked on lightning 2.6.6."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -30,9 +30,10 @@ def set_logged_batch(trainer: Trainer, batch: Any) -> None:
         results.batch, results.batch_size = batch, None
 
 
-def is_logged_in_step(metric: _ResultMetric) -> bool:
-    """Return True if a tensor was logged with `on_step`."""
-    return bool(metric.is_tensor and metric.meta.on_step and isinstance(metric._forward_cache, Tensor))
+def logged_in_step(records: Mapping[str, _ResultMetric]) -> dict[str, Tensor]:
+    """Return the values that were logged last with `on_step`, by key."""
+    in_step = {key: one._forward_cache for key, one in records.items() if one.is_tensor and one.meta.on_step}
+    return {key: value for key, value in in_step.items() if isinstance(value, Tensor)}
 
 
 def watch_logging(

@@ -57,16 +57,6 @@ def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_add_(list(targets), list(sources))
 
 
-def add_number_(targets: Sequence[Tensor], number: float) -> None:
-    """Add a number to many tensors in place; `torch.optim` relies on the same function."""
-    torch._foreach_add_(list(targets), number)
-
-
-def multiply_all_(targets: Sequence[Tensor], number: float) -> None:
-    """Multiply many tensors by a number in place; `torch.optim` relies on the same function."""
-    torch._foreach_mul_(list(targets), number)
-
-
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy many tensors in place in few kernel launches; `torch.optim` relies on the same function."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -126,23 +126,11 @@ class GradientBucket:
             self._buffer_with_payload = torch.empty(size + self.payload_numel, dtype=first.dtype, device=first.device)
             self._buffer_with_payload[size:].zero_()
             self._flat = self._buffer_with_payload[:size]
-            self._views = self._views_of(self._flat)
+            self._views = views_of(self._flat, self.params)
+            for position, strides in self._strides.items():
+                view = self._views[position]
+                self._views[position] = view.as_strided(view.shape, strides)
         return self._flat
-
-    def _views_of(self, flat: Tensor) -> list[Tensor]:
-        views = views_of(flat, self.params)
-        for position, strides in self._strides.items():
-            views[position] = views[position].as_strided(views[position].shape, strides)
-        return views
-
-    def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return gradients of all parameters of the module, None for zeros, in the layout of the buffer."""
-        flat = torch.zeros_like(self.buffer())
-        given = [(view, gradients[member]) for view, member in zip(self._views_of(flat), self.members, strict=True)]
-        pairs = [(view, one) for view, one in given if one is not None]
-        if pairs:
-            copy_all_([view for view, _ in pairs], [one for _, one in pairs])
-        return flat
 
     def gradients(self) -> list[Tensor]:  # noqa: D102
         self.buffer()

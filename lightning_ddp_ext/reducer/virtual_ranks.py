@@ -5,7 +5,7 @@ the sum of its two halves; halves behind the last part do not exist. A rank comp
 that lie in its run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.torch import add_all_, add_number_, multiply_all_
-from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext._compat.torch import add_all_
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.bucket_transport import BucketTransport, CommHook
 from lightning_ddp_ext.reducer.buckets import GradientBucket, overwrite
@@ -24,7 +23,7 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 Node = tuple[int, int]
 """First leaf of a node of the tree, and its number of leaves, a power of two."""
 Values = list[Tensor | None]
-Add = Callable[[Node, Values, Node, Values], Values]
+"""Tensors in a fixed order, with None for zeros."""
 
 
 def nodes_of(first: int, parts: int) -> list[Node]:
@@ -39,68 +38,51 @@ def nodes_of(first: int, parts: int) -> list[Node]:
     return nodes
 
 
-def add_gradients(_: Node, older: Values, __: Node, newer: Values) -> Values:
-    """Add the gradients of two nodes in place, where None stands for zeros."""
-    pairs = [*zip(older, newer, strict=True)]
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    if both:
-        add_all_([one for one, _ in both], [other for _, other in both])
-    alone = [one if other is None else other for one, other in pairs if (one is None) != (other is None)]
-    given = [one for one in alone if one is not None]
-    if given:
-        add_number_(given, 0.0)  # as a rank that has received zeros does: -0.0 + 0.0 is 0.0
-    return [other if one is None else one for one, other in pairs]
-
-
 class NodeSums:
     """The sums of the largest nodes of the parts that have been pushed so far, in order: log2(parts) + 1 at most."""
 
-    def __init__(self, add: Add = add_gradients) -> None:
-        self.entries: list[tuple[Node, Values]] = []
-        self._add = add
+    def __init__(self, entries: Sequence[tuple[Node, Values]] = ()) -> None:
+        self.entries = [*entries]
 
     def push(self, part: int, values: Values) -> None:
-        """Add the values of the next part."""
-        node = (part, 1)
-        while self.entries and self.entries[-1][0][1] == node[1] and not self.entries[-1][0][0] % (2 * node[1]):
-            older, sums = self.entries.pop()
-            values = self._add(older, sums, node, values)
-            node = (older[0], 2 * node[1])
-        self.entries.append((node, values))
-
-    def copy(self, convert: Callable[[Values], Values]) -> "NodeSums":
-        """Return a copy with converted values."""
-        copied = NodeSums(self._add)
-        copied.entries = [(node, convert(values)) for node, values in self.entries]
-        return copied
+        """Add the values of the next part; those of earlier parts change in place."""
+        first, size = part, 1
+        while self.entries and self.entries[-1][0][1] == size and not self.entries[-1][0][0] % (2 * size):
+            (first, size), older = self.entries.pop()
+            pairs = [*zip(older, values, strict=True)]
+            both = [(one, other) for one, other in pairs if one is not None and other is not None]
+            if both:
+                add_all_([one for one, _ in both], [other for _, other in both])
+            for one, other in pairs:
+                alone = one if other is None else other if one is None else None
+                if alone is not None:
+                    alone.add_(0.0)  # as a rank does that has received zeros: -0.0 + 0.0 is 0.0
+            values = [other if one is None else one for one, other in pairs]
+            size *= 2
+        self.entries.append(((first, size), values))
 
 
 class TreeSum:
     """Adds flat tensors of all ranks along the tree: each rank adds the nodes of all ranks in a range of the elements.
 
-    Attributes:
-        run: The parts of this rank in the current batch.
-        sizes: Number of samples of each part.
+    `run` are the parts of this rank in the current batch, and `sizes` the samples of each part.
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: int) -> None:
         self._group, self._parts = group, parts
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.run, self.sizes = range(0), (0,) * parts
+        self.run, self.sizes = range(0), [0] * parts
         self._nodes: list[list[Node]] = []  # of each rank
 
     def begin(self, numbers: Sequence[int], sizes: Sequence[int]) -> None:
         """Begin a batch, of which the ranks compute these numbers of parts."""
-        ends = [sum(numbers[: rank + 1]) for rank in range(self._ranks)]
-        self._nodes = [nodes_of(end - number, number) for end, number in zip(ends, numbers, strict=True)]
-        self.run, self.sizes = range(ends[self._rank] - numbers[self._rank], ends[self._rank]), tuple(sizes)
+        runs = [range(sum(numbers[:rank]), sum(numbers[: rank + 1])) for rank in range(self._ranks)]
+        self._nodes = [nodes_of(run.start, len(run)) for run in runs]
+        self.run, self.sizes = runs[self._rank], [*sizes]
 
-    def samples(self, node: Node) -> int:
-        """Return the number of samples of a node."""
-        return sum(self.sizes[node[0] : sum(node)])
-
-    def start(self, rows: Sequence[Tensor], like: Tensor) -> tuple[Sequence[Tensor], Any]:
-        """Start to send the flat sums of this rank's nodes; `like` has their form. Return what `finish` takes."""
+    def start(self, sums: Sequence[Tensor | None], like: Tensor) -> tuple[Sequence[Tensor], Any]:
+        """Start to send the flat sums of this rank's nodes, in the form of `like`; return what `finish` takes."""
+        rows = [torch.zeros_like(like) if row is None else row for row in sums]
         if self._ranks == 1:
             return rows, None
         chunk = -(-like.numel() // self._ranks)
@@ -108,9 +90,8 @@ class TreeSum:
         for own, row in zip(padded, rows, strict=True):
             own[: like.numel()].copy_(row)
         sent = padded.view(len(rows), self._ranks, chunk).transpose(0, 1).reshape(-1)
-        numbers = [len(nodes) for nodes in self._nodes]
-        received = like.new_empty(sum(numbers), chunk)
-        splits = [number * chunk for number in numbers], [len(rows) * chunk] * self._ranks
+        received = like.new_empty(sum(map(len, self._nodes)), chunk)
+        splits = [len(nodes) * chunk for nodes in self._nodes], [len(rows) * chunk] * self._ranks
         work = dist.all_to_all_single(received.view(-1), sent, *splits, group=self._group, async_op=True)
         return [*received], (work, sent)
 
@@ -127,9 +108,8 @@ class TreeSum:
 
     def _add(self, sums: Mapping[Node, Tensor]) -> Tensor:
         def add(first: int, size: int) -> Tensor:
-            known = sums.get((first, size))
-            if known is not None:
-                return known
+            if (first, size) in sums:
+                return sums[first, size]
             left, half = add(first, size // 2), size // 2
             return left.add_(add(first + half, half)) if first + half < self._parts else left
 
@@ -143,24 +123,32 @@ class TreeTransport(BucketTransport):
         super().__init__(group, None, None)
         self.is_hook = True  # buckets carry no control message, whose numbers are added without a fixed order
         self.sums = NodeSums()
-        self.last: int | None = None  # number of the last part; None on a rank without samples
+        self.last = -1  # number of the last part
         self._tree = tree
 
     @override
     def send(self, bucket: GradientBucket) -> None:
         own = bucket.buffer()
-        sums = self.sums.copy(lambda values: [bucket.flatten(values)])
+        sums = NodeSums([(node, [_flatten(bucket, values)]) for node, values in self.sums.entries])
         for part in self._tree.run:
-            if self.last is None or part >= self.last:
+            if part >= self.last:
                 sums.push(part, [own if part == self.last else None])
-        rows = [torch.zeros_like(own) if row is None else row for _, (row,) in sums.entries]
-        self._in_flight.append((bucket, self._tree.start(rows, own)))
+        self._in_flight.append((bucket, self._tree.start([row for _, (row,) in sums.entries], own)))
 
     @override
     def wait_for_gradients(self) -> None:
         for bucket, (rows, pending) in self._in_flight:
             bucket.set_buffer(self._tree.finish(rows, pending, bucket.buffer()))
         self._in_flight.clear()
+
+
+def _flatten(bucket: GradientBucket, gradients: Values) -> Tensor:
+    """Return gradients of all parameters of the module in the layout of a bucket, whose own gradients are packed."""
+    flat = GradientBucket(bucket.index(), bucket.params, bucket.members)
+    for member, parameter in zip(bucket.members, bucket.params, strict=True):
+        parameter.grad = gradients[member]
+    flat.pack_all(1.0)
+    return flat.buffer()
 
 
 class VirtualBuffers(BufferSynchronizer):
@@ -170,108 +158,77 @@ class VirtualBuffers(BufferSynchronizer):
     others are those of the first part with weight.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, tree: TreeSum) -> None:
-        super().__init__(module, group)
-        self._tree = tree
-        self._totals = NodeSums(self._add)  # of values times samples; None for a buffer that no part has changed
-        self._start: dict[int, Tensor] = {}  # values from before the batch
-        self._kept: dict[int, Tensor] = {}  # numbers without a mean
-        self._keeps_weighted = False  # these are of a part with weight
-        self._last: tuple[int, bool] | None = None
+    tree: TreeSum
 
     def begin(self) -> None:
         """Begin a batch."""
         self._table.update()
-        self._start = {place: one.clone() for place, one in enumerate(self._table.entries) if one is not None}
-        self._totals = NodeSums(self._add)
-        self._kept, self._keeps_weighted, self._last = {}, False, None
+        self._start: Values = [None if one is None else one.clone() for one in self._table.entries]
+        self._totals = NodeSums()  # of values times samples
+        self._kept: tuple[bool, Values] = False, []  # numbers without a mean, and whether their part has weight
+        self._last = -1, False
 
     def end_part(self, part: int, is_weighted: bool, is_last: bool) -> None:
         """End a part, the last one of this rank before its backward pass."""
         if is_last:
             self._last = part, is_weighted
-            return
-        for place, value in self._record(part, is_weighted).items():
-            value.data.copy_(self._start[place])  # which increases no version, so that the change is still found
+        else:
+            self._record(part, is_weighted)
+            self._write(self._start)
 
-    def _record(self, part: int, is_weighted: bool) -> dict[int, Tensor]:
-        """Add the buffers of a part to the totals; return those that may have changed since the batch began."""
+    def _record(self, part: int, is_weighted: bool) -> None:
         self._table.update()
         if self._table.structure != self._structure:
             raise UnsupportedFeatureError(
                 f"virtual rank {part}: `training_step` has added, removed or resized a buffer, which the next virtual"
                 " rank would see. Register buffers of a fixed size, or leave `virtual_ranks` out."
             )
-        entries = self._table.entries
-        versions = self._seen.changed(entries)
-        changed = {
-            place: one for place, one in enumerate(entries) if one is not None and self._may_change(place, versions)
-        }
-        values: Values = [None] * len(entries)
-        for place, one in changed.items():
-            if has_mean(one.dtype):
-                values[place] = self._weighted(one, self._tree.sizes[part])
-        self._totals.push(part, values)
-        if not self._kept or (is_weighted and not self._keeps_weighted):
-            self._kept = {
-                place: changed[place].clone() if place in changed else one
-                for place, one in self._start.items()
-                if not has_mean(one.dtype)
-            }
-        self._keeps_weighted |= is_weighted
-        return changed
+        means = [None if one is None or not has_mean(one.dtype) else one for one in self._table.entries]
+        samples = self.tree.sizes[part]
+        self._totals.push(part, [None if one is None else _encoded(one) * samples for one in means])
+        if not self._kept[1] or (is_weighted and not self._kept[0]):
+            kept: Values = [None if mean is not None or one is None else one.clone()
+                            for one, mean in zip(self._table.entries, means, strict=True)]  # fmt: skip
+            self._kept = is_weighted, kept
 
-    def _may_change(self, place: int, versions: set[int]) -> bool:
-        is_silent = place in self._silent and self._table.places[place][0].training
-        # Multiples of types of up to 32 bits are exact, so that only others need the values of every part.
-        is_wide = self._start[place].dtype in (torch.float64, torch.complex128)
-        return bool(self._sums) or place in versions or is_silent or is_wide
-
-    def _add(self, older: Node, totals: Values, newer: Node, others: Values) -> Values:
-        for place, (one, other) in enumerate(zip(totals, others, strict=True)):
-            if one is not None or other is not None:
-                totals[place] = self._total(older, one, place).add_(self._total(newer, other, place))
-        return totals
-
-    def _total(self, node: Node, known: Tensor | None, place: int) -> Tensor:
-        return self._weighted(self._start[place], self._tree.samples(node)) if known is None else known
-
-    @staticmethod
-    def _weighted(value: Tensor, samples: int) -> Tensor:
-        wire = value.device if widest_float(value.device) == torch.float64 else torch.device("cpu")
-        encoded = encode_numbers(value.detach().reshape(-1).to(wire))
-        return encoded * samples if samples else torch.zeros_like(encoded)  # infinity times 0 is nan
+    def _write(self, values: Values) -> None:
+        for one, value in zip(self._table.entries, values, strict=True):
+            if one is not None and value is not None:
+                one.data.copy_(value)  # which increases no version, so that changes are still found
 
     @override
     def find_changes(self) -> bytearray:
-        changed = self._record(*self._last) if self._last is not None else {}
-        marks = super().find_changes()
-        for place in changed.keys() & self._kept.keys():
-            changed[place].data.copy_(self._kept[place])
-        nothing: Values = [None] * len(self._table.entries)
-        for part in self._tree.run:
-            if self._last is None or part > self._last[0]:
-                self._totals.push(part, [*nothing])
-        return marks
+        last, is_weighted = self._last
+        if last >= 0:
+            self._record(last, is_weighted)
+        changed = super().find_changes()
+        if self._kept[1]:
+            self._write(self._kept[1])
+        for part in self.tree.run:
+            if part > last:
+                self._totals.push(part, [None] * len(self._start))
+        return changed
 
     @override
     def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
         means = {place: one for place, one in buffers.items() if has_mean(one.dtype) and one.numel()}
-        others = {place: one for place, one in buffers.items() if not has_mean(one.dtype)}
-        if others:
-            super()._equalize(others, tells)
+        super()._equalize({place: one for place, one in buffers.items() if place not in means}, tells)
         if not means:
             return
-        device = self._weighted(next(iter(means.values())), 0).device
-        rows = [
-            torch.cat([self._total(node, totals[place], place).to(device) for place in means])
-            for node, totals in self._totals.entries
-        ]
-        like = torch.cat([self._weighted(one, 0).to(device) for one in means.values()])
-        mean = self._tree.finish(*self._tree.start(rows, like), like) / sum(self._tree.sizes) + 0.0
-        lengths = [one.numel() * (2 if one.is_complex() else 1) for one in means.values()]
-        for one, part in zip(means.values(), torch.split(mean, lengths), strict=True):
-            overwrite([one], decode_numbers(part, one.dtype).to(one.device))
+        zeros = [_encoded(one).zero_() for one in means.values()]
+        found = (
+            [(totals[place], zero) for place, zero in zip(means, zeros, strict=True)]
+            for _, totals in self._totals.entries
+        )
+        rows = [torch.cat([zero if one is None else one for one, zero in pairs]) for pairs in found]
+        like = torch.cat(zeros)
+        mean = self.tree.finish(*self.tree.start(rows, like), like) / sum(self.tree.sizes)
+        for one, part in zip(means.values(), torch.split(mean, [*map(torch.numel, zeros)]), strict=True):
+            overwrite([one], decode_numbers(part, one.dtype))
+
+
+def _encoded(value: Tensor) -> Tensor:
+    return encode_numbers(value.detach().clone().reshape(-1))
 
 
 class VirtualReducer(GradientReducer):
@@ -279,9 +236,7 @@ class VirtualReducer(GradientReducer):
 
     A batch begins with `begin`; `end_part` follows each backward pass but the last, which runs in `synchronize`. Each
     batch of an accumulation window is synchronised, because ranks may divide it in another way than the one before.
-
-    Attributes:
-        continues: Whether the window continues after the current batch.
+    `continues` is True if the window continues after the current batch.
     """
 
     def __init__(self, module: nn.Module, virtual_ranks: int, **options: Any) -> None:
@@ -301,28 +256,26 @@ class VirtualReducer(GradientReducer):
     def _make_sums(self, module: nn.Module, comm_hook: CommHook | None, comm_state: object) -> None:
         self._tree = TreeSum(self._group, self._number)
         self._transport = self._parts = TreeTransport(self._group, self._tree)
-        self.buffers = self._part_buffers = VirtualBuffers(module, self._group, self._tree)
+        self.buffers = self._part_buffers = VirtualBuffers(module, self._group)
+        self._part_buffers.tree = self._tree
 
-    def begin(
-        self, numbers: Sequence[int], sizes: Sequence[int], begins_window: bool, unit: float, is_sum: bool
-    ) -> None:
-        """Begin a batch with parts of these sizes, of which ranks compute these numbers, on every rank.
+    def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> None:
+        """Begin a batch with parts of these sizes, of which ranks compute these numbers; maybe the first of a window.
 
         The sum of a window is multiplied by `unit`, and divided by the weight of the window unless it `is_sum`.
         """
         self.defer_hooks()
         self._tree.begin(numbers, sizes)
         self._unit, self._is_sum = unit, is_sum
-        self._window *= not begins_window
-        self._carried = [None if begins_window else parameter.grad for parameter in self._parameters]
-        self.take_gradients()
-        self._parts.sums, self._parts.last = NodeSums(), None
+        self._window *= not is_first
+        gradients = self._take()
+        self._carried = [None] * len(gradients) if is_first else gradients
+        self._parts.sums, self._parts.last = NodeSums(), -1
         for field in self._of_parts:
             field.value = 0.0
         self._part_buffers.begin()
 
-    def take_gradients(self) -> Values:
-        """Remove and return the gradients of this rank."""
+    def _take(self) -> Values:
         gradients: Values = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -335,17 +288,19 @@ class VirtualReducer(GradientReducer):
         self._part_buffers.end_part(part, weight > 0, is_last)
         if is_last:
             self._parts.last = part
-            return
-        gradients = self.take_gradients()
-        self._parts.sums.push(part, gradients if weight else [None] * len(gradients))
+        else:
+            self._parts.sums.push(part, self._take())
+
+    @override
+    def synchronize(self, weight: float = 1.0, *_: Any, **__: Any) -> Any:
+        return super().synchronize(weight, 1.0, 1.0)  # losses are weighted, and `_end_batch` divides
 
     @override
     @torch.no_grad()
     def _finish(self) -> None:
-        entries = self._parts.sums.entries
         for place, is_used in enumerate(self._scheduler.used()):
-            if not is_used and any(values[place] is not None for _, values in entries):
-                self._parameters[place].grad = torch.zeros_like(self._parameters[place])  # the last part used it not
+            if not is_used and any(values[place] is not None for _, values in self._parts.sums.entries):
+                self._parameters[place].grad = torch.zeros_like(self._parameters[place])  # used by earlier parts only
         super()._finish()
         if not self.control.total_weight:
             self._end_batch()
@@ -359,10 +314,9 @@ class VirtualReducer(GradientReducer):
     def _end_batch(self) -> None:
         """Add the sums of the earlier batches, and divide by the weight of the window at its end."""
         self._parts.sums = NodeSums()
+        divisor = 1.0 if self._is_sum else self._window
         for parameter, carried in zip(self._parameters, self._carried, strict=True):
             if carried is not None:
                 parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
-        self._carried = [None] * len(self._parameters)
-        if not self.continues and self._window:
-            gradients = [one.grad for one in self._parameters if one.grad is not None]
-            multiply_all_(gradients, self._unit if self._is_sum else self._unit / self._window)
+            if parameter.grad is not None and self._window and not self.continues:
+                parameter.grad.mul_(self._unit / divisor)

@@ -39,16 +39,11 @@ class ResumableRun:
     This is the RNG state, now and at each batch fetched ahead; the state of the reducer, which determines how sums are
     rounded; the last logged values of rank 0; and the state of the steps, such as learnt shares. The position in the
     data is part of Lightning's state of loops, to which combined loaders add it. `seed` is for random numbers that all
-    ranks share. If ranks `draws_alike`, any number of them restores the RNG state.
+    ranks share.
     """
 
     def __init__(
-        self,
-        cleanup: contextlib.ExitStack,
-        trainer: Trainer,
-        reducer: GradientReducer,
-        resumed: dict[str, Any] | None,
-        draws_alike: bool = False,
+        self, cleanup: contextlib.ExitStack, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None
     ) -> None:
         self._stop_requests = reducer.control.add()
         self.preemption = PreemptionHandler(cleanup, trainer, self._stop_requests)
@@ -65,7 +60,7 @@ class ResumableRun:
             of_ranks = resumed["of_ranks"]
             own = load_state(of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0])
             self._progress = Progress(**resumed["progress"])
-            self._load(FetchRecord(**own["rng"]), trainer.world_size if draws_alike else len(of_ranks))
+            self._load(FetchRecord(**own["rng"]), len(of_ranks))
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
         resume_training_data(cleanup, trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(cleanup, trainer, self._between_batches)

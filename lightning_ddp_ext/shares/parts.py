@@ -2,8 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -29,19 +29,6 @@ def seed_process(*numbers: int, device: torch.device | None = None) -> None:
         seed_rng(seed, device)
 
 
-@dataclass(frozen=True)
-class PartIndices:
-    """The indices of the parts of a rank, and the numbers from which each part gets its random numbers."""
-
-    parts: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.parts)
-
-
 class PartDataset:
     """A dataset that fetches and collates each part of a batch by itself."""
 
@@ -49,18 +36,12 @@ class PartDataset:
         self._dataset, self._collate = dataset, collate
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "_collate"):  # not set yet, while the object is being unpickled
+        if name == "_dataset":  # not set yet, while the object is being unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
-
-    def __getitems__(self, parts: PartIndices) -> list[Any]:
-        """Return the batches of the parts."""
+    def __getitems__(self, parts: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+        """Return the batches of the parts, given the seeds and the indices of each."""
         fetch, batches = getattr(self._dataset, "__getitems__", None), []
         with preserved_rng_state():
             for seeds, indices in parts:
@@ -81,8 +62,8 @@ class PartDivision(Division):
     def divide(self, batch_size: int, costs: Sequence[float] | None) -> "DividedParts":
         numbers = Division(self.rule, self.ranks, self.shares, self.limits, False, None).divide(self.parts, None).sizes
         parts = even_chunks(batch_size, self.parts)
-        starts = [sum(numbers[:rank]) for rank in range(self.ranks)]
-        sizes = tuple(sum(parts[start : start + number]) for start, number in zip(starts, numbers, strict=True))
+        ends = [sum(numbers[: rank + 1]) for rank in range(self.ranks)]
+        sizes = tuple(sum(parts[end - number : end]) for end, number in zip(ends, numbers, strict=True))
         return DividedParts(range(batch_size), sizes, numbers, parts, self.seeds)
 
 
@@ -94,14 +75,14 @@ class DividedParts(DividedBatch):
     seeds: tuple[int, ...]
 
     @override
-    def own(self, batch: Any, rank: int) -> PartIndices | list[Any]:
+    def own(self, batch: Any, rank: int) -> list[Any]:
         first = sum(self.nominal[:rank])
-        found: list[Any] = []
-        for part in range(first, first + self.nominal[rank]):
-            if self.parts[part]:
-                start = sum(self.parts[:part])
-                found.append(((*self.seeds, part), batch[start : start + self.parts[part]]))
-        return PartIndices(found) if found else []
+        starts = [sum(self.parts[:part]) for part in range(len(self.parts))]
+        return [
+            ((*self.seeds, part), batch[starts[part] : starts[part] + self.parts[part]])
+            for part in range(first, first + self.nominal[rank])
+            if self.parts[part]
+        ]
 
 
 class PartTable(ShareTable):
@@ -109,9 +90,8 @@ class PartTable(ShareTable):
 
     def __init__(self, rule: ChunkRule, ranks: int, parts: int, seeds: Callable[[], tuple[int, ...]]) -> None:
         super().__init__(rule, ranks)
-        self.parts = parts
-        self._find_seeds = seeds  # of the epoch that begins
-        self._seeds: tuple[int, ...] = ()
+        self._parts, self._find_seeds = parts, seeds
+        self._seeds: tuple[int, ...] = ()  # of the epoch
 
     @override
     def check_batch_size(self, batch_size: int | None) -> None:
@@ -128,7 +108,7 @@ class PartTable(ShareTable):
         if not is_training:
             return plain
         seeds = (*self._seeds, number - self._first)
-        return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, self.parts, seeds)
+        return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, self._parts, seeds)
 
     @override
     def make_loader(self, loader: Any, draw: Callable[[Any], Any], collate: Callable[[Any], Any]) -> Any:
@@ -139,14 +119,11 @@ class PartTable(ShareTable):
 
 def check_loaders(loaders: Sequence[Any]) -> None:
     """Refuse training loaders whose batches cannot be made part by part."""
+    is_alone = len(loaders) == 1
     for loader in loaders:
-        if not has_torchs_iterator(loader) or isinstance(loader.dataset, IterableDataset):
+        if not (is_alone and has_torchs_iterator(loader)) or isinstance(loader.dataset, IterableDataset):
+            source = type(getattr(loader, "dataset", loader)).__name__
             raise UnsupportedFeatureError(
-                f"`virtual_ranks` needs a `DataLoader` with a map-style dataset and a batch size, got"
-                f" `{type(loader).__name__}` of `{type(getattr(loader, 'dataset', loader)).__name__}`. Leave"
-                " `virtual_ranks` out for streams and for finished batches."
+                "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a batch"
+                f" size, got {len(loaders)} with `{type(loader).__name__}` of `{source}`. Leave `virtual_ranks` out."
             )
-    if len(loaders) > 1:
-        raise UnsupportedFeatureError(
-            f"`virtual_ranks` supports one training loader, got {len(loaders)}. Combine their datasets."
-        )

@@ -42,9 +42,8 @@ class ShareBalancer:
         device: torch.device,
         inform: Callable[[str], None],
         watches_memory: bool = False,
-        is_exact: bool = False,
     ) -> None:
-        self.controller = None if rule is None else _make_controller(rule, ranks, inform, is_exact)
+        self.controller = None if rule is None else _make_controller(rule, ranks, inform)
         self._tables: list[ShareTable] = []
         self._ranks = ranks
         self._device = device
@@ -246,13 +245,10 @@ def has_own_memory(device: torch.device, of_node: Sequence[torch.device] | None)
     return len({*devices}) == len(devices) and reports_memory(device)
 
 
-def _make_controller(
-    rule: ChunkRule, ranks: int, inform: Callable[[str], None], is_exact: bool
-) -> BalanceController | None:
-    """Return the controller of measured shares, or None; results that are `is_exact` do not depend on the shares."""
+def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None]) -> BalanceController | None:
     if ranks == 1 or not (rule.is_auto or rule.is_free):
         return None
-    if are_deterministic() and not is_exact:
+    if are_deterministic():
         if rule.is_auto:
             inform('`balance="auto"` is off, because measured times are not deterministic: batches are divided evenly.')
         return None

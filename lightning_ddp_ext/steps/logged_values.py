@@ -46,7 +46,7 @@ class LoggedValues:
         self._participation: Participation | None = None  # None outside of batches, and if every rank has one
         self._in_step = False
         self._is_logging = False
-        self._logged: dict[str, Any] = {}  # records of this step by key
+        self.records: dict[str, Any] = {}  # records of this step by key
         self._pending: dict[str, Any] = {}  # records of this step whose values are not synchronised yet
         self._adopted: set[str] = set()  # keys of this epoch that only other ranks have logged
         self._begins_evaluation = True  # ranks compare keys after the first batch, then only when there are keys
@@ -54,13 +54,8 @@ class LoggedValues:
     def begin(self, participation: Participation | None = None) -> None:
         """Begin a step, or the time between two steps, in which all ranks take part."""
         self._participation = participation if participation is not None and participation.is_uneven else None
-        self._logged.clear()
+        self.records.clear()
         self._pending.clear()
-
-    @property
-    def records(self) -> Mapping[str, Any]:
-        """The records of the values that this step has logged, by key."""
-        return self._logged
 
     @property
     def _is_shadow(self) -> bool:
@@ -118,7 +113,7 @@ class LoggedValues:
             # Values that are about to be synchronised need not be sent.
             "logged": [
                 describe_logged(key, metric, with_value=key not in self._pending)
-                for key, metric in self._logged.items()
+                for key, metric in self.records.items()
             ],
             "pending": list(self._pending),
         }
@@ -149,7 +144,7 @@ class LoggedValues:
             yield True
         finally:
             self._is_logging = False
-        self._logged[key] = metric
+        self.records[key] = metric
         self._adopted.discard(key)
         if self._in_step and is_synchronised(metric, on_step=True):
             self._pending[key] = metric

@@ -128,9 +128,7 @@ class ExplicitDDPStrategy(
     division = "each rank draws its own batches, as many as the others"  # for a message
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
-    draws_alike = False  # all ranks have the same RNG state between steps
     driver_type: type[StepDriver] = StepDriver
-    weights_type: type[BatchWeights] = BatchWeights
     agrees = False  # ranks may run out of data at different times, and agree on each step
 
     def __init__(
@@ -369,7 +367,7 @@ class ExplicitDDPStrategy(
         self._cleanup.callback(reducer.close)
         self.cpu_group = reducer.process_group
         trainer = self.module.trainer
-        self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed, self.draws_alike)
+        self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
         if self.world_size > 1 or self.shares_batches:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
         # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
@@ -383,7 +381,7 @@ class ExplicitDDPStrategy(
             # A step that fetches batches itself gives each the weight 1.
             counts = not takes_dataloader_iter(self.module, "training_step")
             is_automatic = self.module.automatic_optimization
-            weights = self.weights_type(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
+            weights = BatchWeights(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
             guard = OptimizerGuard(
                 self.global_rank,
                 reducer,

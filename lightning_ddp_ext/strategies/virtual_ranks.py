@@ -1,64 +1,201 @@
-"""`balanced_ddp` with virtual ranks: the same bits on any number of ranks."""
+"""`balanced_ddp` with virtual ranks: a rank runs its parts of a batch one after another."""
 
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import loader_of_moving_batch
-from lightning_ddp_ext._devices import are_deterministic
-from lightning_ddp_ext._lightning import STEP_OUTPUT, CombinedLoader, Trainer, TrainerFn, is_overridden, rank_zero_warn
+from lightning_ddp_ext._compat.lightning_logging import logged_in_step, set_latest, set_logged_batch
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
+from lightning_ddp_ext._devices import are_deterministic, widest_float
+from lightning_ddp_ext._lightning import (
+    STEP_OUTPUT,
+    CombinedLoader,
+    MixedPrecision,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+    rank_zero_warn,
+)
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
+from lightning_ddp_ext.batches.balance_controller import BalanceController
+from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, even_chunks
+from lightning_ddp_ext.batches.sample_counts import DrawnSamples
+from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.loaders.step_loader import StepLoader
+from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader
 from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
-from lightning_ddp_ext.resume.rng_state import preserved_rng_state
-from lightning_ddp_ext.shares.parts import PartTable, check_loaders
+from lightning_ddp_ext.shares.parts import PartTable, check_loaders, seed_process
 from lightning_ddp_ext.steps.balancer import ShareBalancer
-from lightning_ddp_ext.steps.virtual_ranks import PartWeights, VirtualStepDriver
+from lightning_ddp_ext.steps.driver import StepDriver
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+
+
+class VirtualStepDriver(StepDriver):
+    """Drives the steps of a rank that computes several virtual ranks, in parts of a batch."""
+
+    parts = 1  # number of virtual ranks; the strategy sets it, and the seed of the run
+    seed = 0
+    is_running = False  # the parts of a batch
+    _factor = 1.0  # on the loss of the last part
+    _unit = 1.0  # weight of a part whose loss has the factor 1
+
+    @property
+    def reducer(self) -> VirtualReducer:
+        """The reducer of a run."""
+        assert self.gradient is not None
+        assert isinstance(self.gradient.reducer, VirtualReducer)
+        return self.gradient.reducer
+
+    def _seed(self, part: int) -> None:
+        seed_process(self.seed, self._number, part, device=self._trainer.strategy.root_device)
+
+    @override
+    def begin(self, batch: Any, fetched: FetchedBatch) -> None:
+        if self._trainer.training:
+            samples = DrawnSamples(fetched.shares.sizes[self._trainer.global_rank])
+            samples.held = samples  # a list of batches would be counted in another way
+            fetched = fetched._replace(samples=samples)
+        super().begin(batch, fetched)
+
+    def run(self, step: Callable[..., STEP_OUTPUT], batches: Sequence[Any]) -> STEP_OUTPUT:
+        """Run a step on each part, with the backward pass of all parts but the last; return the output of the last."""
+        assert self.balance is not None
+        assert self.weights is not None
+        shared, weights, rank = self.balance.shared, self.weights, self._trainer.global_rank
+        assert shared is not None
+        sizes, first = even_chunks(sum(shared.sizes), self.parts), sum(shared.nominal[:rank])
+        own = [part for part in range(first, first + shared.nominal[rank]) if sizes[part]]
+        # A power of two rounds nothing, and keeps gradients in the range of half precision.
+        self._unit = 1.0 if weights.is_sum else 2.0 ** round(math.log2(sum(sizes)))
+        unit = self._unit * self._accumulates
+        self.reducer.begin(shared.nominal, sizes, self._begins_window, unit, weights.is_sum)
+        if self.is_shadow:
+            return self.follow()
+        output: STEP_OUTPUT = None
+        logged, total, log_weight = dict[str, list[tuple[float, Tensor]]](), 0.0, 0.0
+        if self.participation.is_uneven:
+            self._broadcast.remember(self._active)
+        self.is_running = True
+        with self._redirect(), self.logged.step(), self._measure():
+            for part, batch in zip(own, batches, strict=True):
+                self._seed(part)
+                self._samples.begin(sizes[part], batch)
+                set_logged_batch(self._trainer, batch)
+                weights.weigh(batch)
+                log_weight += weights.log_weight
+                output = step(batch)
+                loss: Any = output["loss"] if isinstance(output, dict) else output
+                if loss is None:
+                    weights.skip()
+                total += weights.weight
+                self._factor = weights.weight / self._unit
+                if part != own[-1] and self._factor and not leaves_out_backward(self._trainer):
+                    self._run_backward(loss)
+                self.reducer.end_part(part, weights.weight, part == own[-1])
+                for key, value in logged_in_step(self.logged.records).items():
+                    logged.setdefault(key, []).append((weights.log_weight, value))
+        self.is_running = False
+        for key, values in logged.items() if log_weight else ():
+            set_latest(self.logged.records[key], _merge(values, self.logged.records[key].meta.sync.op))
+        set_logged_batch(self._trainer, batches)
+        output = super().finish(output)
+        weights.weight = weights.window.total = total
+        weights.log_weight = log_weight
+        return output
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a part, with the operations that Lightning applies to the loss of the last part."""
+        precision = self._trainer.precision_plugin
+        loss = loss / self._accumulates * self._factor
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            loss = precision.scaler.scale(loss)
+        precision.backward(loss, self._module, None)
+
+    @override
+    def weigh_loss(self, loss: Tensor) -> Tensor:
+        assert self.weights is not None
+        self.weights.window.skips_pass = not self._factor
+        return loss * self._factor if self._factor else loss
+
+    @contextmanager
+    def continuing(self) -> Iterator[None]:
+        """Let the accumulation window continue after the batch in the block."""
+        self.reducer.continues = True
+        try:
+            yield
+        finally:
+            self.reducer.continues = False
+
+    @override
+    @contextmanager
+    def synchronizing(self) -> Iterator[None]:
+        with super().synchronizing():
+            yield
+        self._seed(self.parts)
+
+    @override
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        if self.gradient is not None and self._trainer.training:
+            state = hash_training_state(self._module, self._trainer.optimizers)
+            rank_zero_info(f"Epoch {self._trainer.current_epoch}: SHA-256 of the training state {state}.")
+
+
+def _merge(logged: Sequence[tuple[float, Tensor]], operation: str) -> Tensor:
+    """Return the value of all parts for a value that each of them has logged, with its weight."""
+    stacked = torch.stack([value.to(widest_float(value.device)) for _, value in logged])
+    if operation in ("max", "min"):
+        merged = stacked.amax(0) if operation == "max" else stacked.amin(0)
+    else:
+        weights = torch.tensor([weight for weight, _ in logged], dtype=stacked.dtype, device=stacked.device)
+        merged = stacked.sum(0) if operation == "sum" else torch.tensordot(weights, stacked, 1) / weights.sum()
+    return merged.to(logged[0][1].dtype)
 
 
 class VirtualRanksStrategy(BalancedDDPStrategy):
     """The strategy that `BalancedDDPStrategy(virtual_ranks=...)` becomes; other steps do not know of virtual ranks."""
 
-    draws_alike = True
     driver_type = VirtualStepDriver
-    weights_type = PartWeights
-    _parts: int
+    parts: int
+
+    @property
+    def _virtual(self) -> VirtualStepDriver:
+        assert isinstance(self.driver, VirtualStepDriver)
+        return self.driver
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        ranks = self.num_nodes * self.num_processes
-        if ranks > self._parts:
-            raise ValueError(
-                f"`virtual_ranks={self._parts}` must be at least the number of ranks, got {ranks} ranks. Use fewer"
-                " devices."
-            )
+        if self.num_nodes * self.num_processes > self.parts:
+            ranks = self.num_nodes * self.num_processes
+            raise ValueError(f"`virtual_ranks` must be at least the number of ranks, {ranks}, got {self.parts}.")
 
     @override
     def setup(self, trainer: Trainer) -> None:
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        if not module.automatic_optimization and trainer.state.fn == TrainerFn.FITTING:
-            raise UnsupportedFeatureError("`virtual_ranks` needs automatic optimization. Leave one of them out.")
-        owners = [module] if data is None else [module, data]
-        hooks = ("on_after_batch_transfer", "transfer_batch_to_device")
-        self._draws_in_transfer = any(is_overridden(hook, owner) for hook in hooks for owner in owners)
-        if any(is_overridden("on_before_batch_transfer", owner) for owner in owners):
-            raise UnsupportedFeatureError(
-                "`on_before_batch_transfer` would get the batches of several virtual ranks at once. Use"
-                " `on_after_batch_transfer`, which is called for each of them."
-            )
-        if self.root_device.type != "cpu" and not are_deterministic():
-            raise UnsupportedFeatureError(
-                "`virtual_ranks` needs deterministic algorithms on devices. Use `Trainer(deterministic=True)`."
-            )
+        problems = {
+            "manual optimization, whose backward passes it cannot repeat for each part. Leave one of them out": (
+                trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization
+            ),
+            "`on_before_batch_transfer`, which would get several parts. Use `on_after_batch_transfer`": any(
+                owner is not None and is_overridden("on_before_batch_transfer", owner) for owner in (module, data)
+            ),
+            "algorithms that are not deterministic on a device. Use `Trainer(deterministic=True)`": (
+                self.root_device.type != "cpu" and not are_deterministic()
+            ),
+        }
+        for problem, is_present in problems.items():
+            if is_present:
+                raise UnsupportedFeatureError(f"`virtual_ranks` does not support {problem}.")
         super().setup(trainer)
 
     @override
@@ -67,70 +204,58 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
 
     @override
     def make_reducer(self, module: Module, **options: Any) -> VirtualReducer:
-        options = {name: one for name, one in options.items() if not name.startswith("comm_")}
-        return VirtualReducer(module, self._parts, **options)
+        return VirtualReducer(module, self.parts, **options)
 
     @override
     def _make_balancer(self, rule: ChunkRule | None) -> ShareBalancer:
-        # Memory limits samples, and shares are numbers of parts.
-        return ShareBalancer(rule, self.world_size, self.root_device, rank_zero_info, is_exact=True)
+        # Without limits by memory, which are numbers of samples. Shares that follow measured times are deterministic.
+        balance = ShareBalancer(None, self.world_size, self.root_device, rank_zero_info)
+        if rule is not None and self.world_size > 1 and (rule.is_auto or rule.is_free):
+            balance.controller = BalanceController(self.world_size, "rank")
+        return balance
 
     @override
     def _make_table(self) -> PartTable:
         trainer = self.module.trainer
-        return PartTable(self._rule, self.world_size, self._parts, lambda: (self._seed, trainer.current_epoch))
+        return PartTable(self._rule, self.world_size, self.parts, lambda: (self._seed, trainer.current_epoch))
 
     @override
     def make_balance(self) -> ShareBalancer | None:
-        if self._run is not None and "virtual_ranks" in self._run.resumed_steps:
-            self._check_resumed(self._run.resumed_steps["virtual_ranks"])
+        saved = {} if self._run is None else self._run.resumed_steps.get("virtual_ranks", {})
+        for name, value in self._environment().items():
+            if saved.get(name, value) != value:
+                text = f"the checkpoint was saved with {saved[name]} as {name}, and this run has {value}"
+                if name in ("kind of device", "version of torch"):  # a user may be unable to go back
+                    rank_zero_warn(f"With `virtual_ranks`, {text}: it may continue with other bits.")
+                else:
+                    raise UnsupportedFeatureError(
+                        f"{text}, so that it would continue with other bits. Use {saved[name]}."
+                    )
         balance = super().make_balance()
-        self.division = (
-            f"each batch has {self._parts} virtual ranks ({torch.get_num_threads()} threads); {self.division}"
-        )
+        self.division = f"{self.parts} virtual ranks with {torch.get_num_threads()} threads; {self.division}"
         return balance
 
     def _environment(self) -> dict[str, Any]:
         """Describe on what the bits of a run depend."""
-        return {
-            "virtual_ranks": self._parts,
-            "intra-op threads": torch.get_num_threads(),
-            "kind of device": self.root_device.type,
-            "version of torch": str(torch.__version__),
-        }
-
-    def _check_resumed(self, saved: dict[str, Any]) -> None:
-        """Raise an error for another setting than that of a checkpoint; warn of what a user may be unable to choose."""
-        own = self._environment()
-        for name, remedy in (
-            ("virtual_ranks", f"Use `virtual_ranks={saved['virtual_ranks']}`."),
-            ("intra-op threads", f"Call `torch.set_num_threads({saved['intra-op threads']})` on every rank."),
-        ):
-            if saved[name] != own[name]:
-                raise UnsupportedFeatureError(
-                    f"the checkpoint was saved with {saved[name]} {name.replace('_', ' ')}, and this run has"
-                    f" {own[name]}, so that it would continue with other bits. {remedy}"
-                )
-        for name in ("kind of device", "version of torch"):
-            if saved[name] != own[name]:
-                rank_zero_warn(
-                    f"The checkpoint was saved on another {name}, {saved[name]} instead of {own[name]}. The run may"
-                    " continue with other bits than without the interruption."
-                )
+        versions = {"kind of device": self.root_device.type, "version of torch": str(torch.__version__)}
+        return {"`virtual_ranks`": self.parts, "`torch.get_num_threads()`": torch.get_num_threads(), **versions}
 
     @override
     def state_of_steps(self) -> dict[str, Any]:
         return {**super().state_of_steps(), "virtual_ranks": self._environment()}
 
     @override
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **options)
+        if self._resumed is not None and "virtual_ranks" in self._resumed["steps"]:
+            # The RNG state between steps is the same on all ranks, so that any number of them restores it.
+            self._resumed = {**self._resumed, "of_ranks": self._resumed["of_ranks"][:1] * self.world_size}
+        return checkpoint
+
+    @override
     def _make_driver(self, reducer: Any = None) -> None:
         super()._make_driver(reducer)
-        self._virtual.parts, self._virtual.seed = self._parts, self._seed
-
-    @property
-    def _virtual(self) -> VirtualStepDriver:
-        assert isinstance(self.driver, VirtualStepDriver)
-        return self.driver
+        self._virtual.parts, self._virtual.seed = self.parts, self._seed
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
@@ -147,26 +272,16 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
         if loader is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         self._virtual.begin(batch, loader.fetched.popleft())
-        numbers = [*self._virtual.own_parts()] or range(len(batch))  # a rank without parts has the batch of another
-        moved = []
-        with preserved_rng_state(self.root_device) if self._draws_in_transfer else nullcontext():
-            for number, one in zip(numbers, batch, strict=True):
-                if self._draws_in_transfer:
-                    self._virtual.seed_part(trainer.fit_loop.epoch_loop.total_batch_idx, number, 1)
-                # The method of Lightning.
-                moved.append(super(ExplicitDDPStrategy, self).batch_to_device(one, device, dataloader_idx))
-        return moved
+        return batch  # each part is moved when it begins, with its random numbers
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         driver, trainer = self._virtual, self.module.trainer
         loop = trainer.fit_loop.epoch_loop
         driver.begin_step(loop.total_batch_idx, loop.batch_idx, trainer.accumulate_grad_batches)
-        driver.begin_parts()
-        if driver.is_shadow:
-            return driver.follow()
         batches, *others = (*args, *kwargs.values())
-        return driver.finish(driver.run(super(ExplicitDDPStrategy, self).training_step, batches, others))
+        move, run = super(ExplicitDDPStrategy, self).batch_to_device, super(ExplicitDDPStrategy, self).training_step
+        return driver.run(lambda batch: run(move(batch, self.root_device), *others), batches)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -189,9 +304,7 @@ def use_virtual_ranks(strategy: BalancedDDPStrategy, virtual_ranks: int) -> None
         if given is not None:
             raise ValueError(f"`virtual_ranks={virtual_ranks}` and `{name}` exclude each other. Keep one of them.")
     if type(strategy) is not BalancedDDPStrategy:
-        raise TypeError(
-            f"`virtual_ranks` is an argument of `BalancedDDPStrategy` itself, got its subclass"
-            f" `{type(strategy).__name__}`. Leave it out."
-        )
+        name = type(strategy).__name__
+        raise TypeError(f"`virtual_ranks` is an argument of `BalancedDDPStrategy`, not of its subclass `{name}`.")
     strategy.__class__ = VirtualRanksStrategy
-    strategy._parts = virtual_ranks  # type: ignore[attr-defined]
+    strategy.parts = virtual_ranks  # type: ignore[attr-defined]
