@@ -94,8 +94,14 @@ class PartTable(ShareTable):
         self._seeds: tuple[int, ...] = ()  # of the epoch
 
     @override
-    def check_batch_size(self, batch_size: int | None) -> None:
-        pass  # parts may be empty
+    def check_loaders(self, loaders: Sequence[Any]) -> None:
+        for one in loaders:
+            if len(loaders) > 1 or not has_torchs_iterator(one) or isinstance(one.dataset, IterableDataset):
+                source = type(getattr(one, "dataset", one)).__name__
+                raise UnsupportedFeatureError(
+                    "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a"
+                    f" batch size, got {len(loaders)} with `{type(one).__name__}` of `{source}`. Leave `virtual_ranks` out."
+                )
 
     @override
     def begin_epoch(self, skip: int) -> int:
@@ -115,15 +121,3 @@ class PartTable(ShareTable):
         changed = with_sampler(loader, draw, list)
         vars(changed).update(dataset=PartDataset(loader.dataset, collate))
         return changed
-
-
-def check_loaders(loaders: Sequence[Any]) -> None:
-    """Refuse training loaders whose batches cannot be made part by part."""
-    is_alone = len(loaders) == 1
-    for loader in loaders:
-        if not (is_alone and has_torchs_iterator(loader)) or isinstance(loader.dataset, IterableDataset):
-            source = type(getattr(loader, "dataset", loader)).__name__
-            raise UnsupportedFeatureError(
-                "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a batch"
-                f" size, got {len(loaders)} with `{type(loader).__name__}` of `{source}`. Leave `virtual_ranks` out."
-            )

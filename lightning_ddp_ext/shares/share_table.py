@@ -103,6 +103,11 @@ class ShareTable:
         """Return a copy of a training loader that fetches the indices of `draw`, of which there may be none."""
         return with_sampler(loader, draw, collate)
 
+    def check_loaders(self, loaders: Sequence[Any]) -> None:
+        """Raise an error if a rank gets no sample of the batches of a training loader, although it has a share."""
+        for one in loaders:
+            self.check_batch_size(getattr(getattr(one, "batch_sampler", None), "batch_size", None))
+
     def check_batch_size(self, batch_size: int | None) -> None:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
         if not isinstance(batch_size, int):

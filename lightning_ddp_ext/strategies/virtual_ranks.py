@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import are_deterministic, widest_float
 from lightning_ddp_ext._lightning import (
     STEP_OUTPUT,
-    CombinedLoader,
     MixedPrecision,
     Trainer,
     TrainerFn,
@@ -30,9 +29,8 @@ from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, even_chunks
 from lightning_ddp_ext.batches.sample_counts import DrawnSamples
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.loaders.step_loader import FetchedBatch, StepLoader
 from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
-from lightning_ddp_ext.shares.parts import PartTable, check_loaders, seed_process
+from lightning_ddp_ext.shares.parts import PartTable, seed_process
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import StepDriver
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
@@ -42,29 +40,14 @@ from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 class VirtualStepDriver(StepDriver):
     """Drives the steps of a rank that computes several virtual ranks, in parts of a batch."""
 
-    parts = 1  # number of virtual ranks; the strategy sets it, and the seed of the run
-    seed = 0
+    reducer: VirtualReducer  # the strategy sets this, the number of virtual ranks, and the seed of the run
+    parts, seed = 1, 0
     is_running = False  # the parts of a batch
     _factor = 1.0  # on the loss of the last part
     _unit = 1.0  # weight of a part whose loss has the factor 1
 
-    @property
-    def reducer(self) -> VirtualReducer:
-        """The reducer of a run."""
-        assert self.gradient is not None
-        assert isinstance(self.gradient.reducer, VirtualReducer)
-        return self.gradient.reducer
-
     def _seed(self, part: int) -> None:
         seed_process(self.seed, self._number, part, device=self._trainer.strategy.root_device)
-
-    @override
-    def begin(self, batch: Any, fetched: FetchedBatch) -> None:
-        if self._trainer.training:
-            samples = DrawnSamples(fetched.shares.sizes[self._trainer.global_rank])
-            samples.held = samples  # a list of batches would be counted in another way
-            fetched = fetched._replace(samples=samples)
-        super().begin(batch, fetched)
 
     def run(self, step: Callable[..., STEP_OUTPUT], batches: Sequence[Any]) -> STEP_OUTPUT:
         """Run a step on each part, with the backward pass of all parts but the last; return the output of the last."""
@@ -126,18 +109,11 @@ class VirtualStepDriver(StepDriver):
         self.weights.window.skips_pass = not self._factor
         return loss * self._factor if self._factor else loss
 
-    @contextmanager
-    def continuing(self) -> Iterator[None]:
-        """Let the accumulation window continue after the batch in the block."""
-        self.reducer.continues = True
-        try:
-            yield
-        finally:
-            self.reducer.continues = False
-
     @override
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
+        window = self.gradient.window  # type: ignore[union-attr]
+        self.reducer.continues, window.is_postponed = window.is_postponed, False  # see `VirtualReducer`
         with super().synchronizing():
             yield
         self._seed(self.parts)
@@ -255,15 +231,7 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
     @override
     def _make_driver(self, reducer: Any = None) -> None:
         super()._make_driver(reducer)
-        self._virtual.parts, self._virtual.seed = self.parts, self._seed
-
-    @override
-    def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
-        loader = super().combine_loaders(given, is_training)
-        if is_training and self._run is not None:
-            assert isinstance(loader, StepLoader)
-            check_loaders(loader.flattened)
-        return loader
+        self._virtual.reducer, self._virtual.parts, self._virtual.seed = reducer, self.parts, self._seed
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -271,7 +239,10 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
         loader: Any = loader_of_moving_batch(trainer) if self.driver is not None and trainer.training else None
         if loader is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        self._virtual.begin(batch, loader.fetched.popleft())
+        fetched = loader.fetched.popleft()
+        samples = DrawnSamples(fetched.shares.sizes[self.global_rank])
+        samples.held = samples  # a list of batches would be counted in another way
+        self._virtual.begin(batch, fetched._replace(samples=samples))
         return batch  # each part is moved when it begins, with its random numbers
 
     @override
@@ -284,15 +255,11 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
         return driver.run(lambda batch: run(move(batch, self.root_device), *others), batches)
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self._virtual.continuing()
-
-    @override
     def all_gather(self, tensor: Any, *args: Any, **options: Any) -> Any:
         if self.driver is not None and self._virtual.is_running:
             raise UnsupportedFeatureError(
-                "`training_step` calls `all_gather` under `virtual_ranks`, where a rank runs one virtual rank after"
-                " another. Compute the loss from the samples of one virtual rank, or leave `virtual_ranks` out."
+                "`training_step` calls `all_gather`, but a rank runs its virtual ranks one after another. Compute the"
+                " loss from the samples of one virtual rank, or leave `virtual_ranks` out."
             )
         return super().all_gather(tensor, *args, **options)
 

@@ -159,6 +159,6 @@ MODELS = {
     ),
     "moving average": Model(with_average, callbacks=(Averaged,)),
     "orthogonalised momenta": Model(lambda: Classifier(convolutions(), Orthogonal)),
-    "float64": Model(lambda: Classifier(convolutions()), {"precision": "64-true"}),
+    "float64": Model(lambda: Classifier(convolutions()).double(), {"precision": "64-true"}),
     "last batch of 3": Model(lambda: Classifier(convolutions()), samples=35),
 }
