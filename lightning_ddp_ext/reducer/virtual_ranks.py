@@ -80,9 +80,8 @@ class TreeSum:
         self._nodes = [nodes_of(run.start, len(run)) for run in runs]
         self.run, self.sizes = runs[self._rank], [*sizes]
 
-    def start(self, sums: Sequence[Tensor | None], like: Tensor) -> tuple[Sequence[Tensor], Any]:
+    def start(self, rows: Sequence[Tensor], like: Tensor) -> tuple[Sequence[Tensor], Any]:
         """Start to send the flat sums of this rank's nodes, in the form of `like`; return what `finish` takes."""
-        rows = [torch.zeros_like(like) if row is None else row for row in sums]
         if self._ranks == 1:
             return rows, None
         chunk = -(-like.numel() // self._ranks)
@@ -117,38 +116,32 @@ class TreeSum:
 
 
 class TreeTransport(BucketTransport):
-    """Adds up buckets along the tree; a bucket holds the gradients of this rank's last part, `sums` those before it."""
+    """Adds up buckets along the tree; a bucket holds the gradients of this rank's last node, `earlier` the others."""
 
     def __init__(self, group: dist.ProcessGroup, tree: TreeSum) -> None:
         super().__init__(group, None, None)
         self.is_hook = True  # buckets carry no control message, whose numbers are added without a fixed order
-        self.sums = NodeSums()
-        self.last = -1  # number of the last part
+        self.earlier: list[Values] = []
         self._tree = tree
 
     @override
     def send(self, bucket: GradientBucket) -> None:
-        own = bucket.buffer()
-        sums = NodeSums([(node, [_flatten(bucket, values)]) for node, values in self.sums.entries])
-        for part in self._tree.run:
-            if part >= self.last:
-                sums.push(part, [own if part == self.last else None])
-        self._in_flight.append((bucket, self._tree.start([row for _, (row,) in sums.entries], own)))
+        flat = GradientBucket(bucket.index(), bucket.params, bucket.members)
+        rows = []
+        for values in self.earlier:
+            for member, parameter in zip(bucket.members, bucket.params, strict=True):
+                parameter.grad = values[member]  # the gradients of the bucket have been packed
+            flat.pack_all(1.0)
+            rows.append(flat.buffer())
+            flat.release()
+        own = [bucket.buffer()] if self._tree.run else []
+        self._in_flight.append((bucket, self._tree.start([*rows, *own], bucket.buffer())))
 
     @override
     def wait_for_gradients(self) -> None:
         for bucket, (rows, pending) in self._in_flight:
             bucket.set_buffer(self._tree.finish(rows, pending, bucket.buffer()))
         self._in_flight.clear()
-
-
-def _flatten(bucket: GradientBucket, gradients: Values) -> Tensor:
-    """Return gradients of all parameters of the module in the layout of a bucket, whose own gradients are packed."""
-    flat = GradientBucket(bucket.index(), bucket.params, bucket.members)
-    for member, parameter in zip(bucket.members, bucket.params, strict=True):
-        parameter.grad = gradients[member]
-    flat.pack_all(1.0)
-    return flat.buffer()
 
 
 class VirtualBuffers(BufferSynchronizer):
@@ -247,6 +240,7 @@ class VirtualReducer(GradientReducer):
             raise UnsupportedFeatureError(f"`virtual_ranks` does not support {what}. Leave one of them out.")
         self._scheduler.is_held = True  # a late gradient would be added in another order
         self._of_parts = [self.control.add() for _ in range(virtual_ranks)]
+        self._sums, self._last = NodeSums(), -1  # of gradients, and the number of this rank's last part
         self._carried: Values = []  # the sums of the earlier batches in this window
         self._window = 0.0  # weight of these
         self._unit, self._is_sum = 1.0, False
@@ -270,7 +264,9 @@ class VirtualReducer(GradientReducer):
         self._window *= not is_first
         gradients = self._take()
         self._carried = [None] * len(gradients) if is_first else gradients
-        self._parts.sums, self._parts.last = NodeSums(), -1
+        self._sums, self._last = NodeSums(), -1
+        # Nothing is expected of the last backward pass, which would else move gradients into buckets.
+        self._scheduler.predictor.load(())
         for field in self._of_parts:
             field.value = 0.0
         self._part_buffers.begin()
@@ -287,9 +283,9 @@ class VirtualReducer(GradientReducer):
         self._of_parts[part].value = weight
         self._part_buffers.end_part(part, weight > 0, is_last)
         if is_last:
-            self._parts.last = part
+            self._last = part
         else:
-            self._parts.sums.push(part, self._take())
+            self._sums.push(part, self._take())
 
     @override
     def synchronize(self, weight: float = 1.0, *_: Any, **__: Any) -> Any:
@@ -298,9 +294,13 @@ class VirtualReducer(GradientReducer):
     @override
     @torch.no_grad()
     def _finish(self) -> None:
-        for place, is_used in enumerate(self._scheduler.used()):
-            if not is_used and any(values[place] is not None for _, values in self._parts.sums.entries):
-                self._parameters[place].grad = torch.zeros_like(self._parameters[place])  # used by earlier parts only
+        for part in self._tree.run:
+            if part >= self._last:
+                self._sums.push(part, self._take() if part == self._last else [None] * len(self._parameters))
+        *self._parts.earlier, last = [values for _, values in self._sums.entries] or [[None] * len(self._parameters)]
+        for place, parameter in enumerate(self._parameters):
+            is_used = any(values[place] is not None for values in self._parts.earlier)
+            parameter.grad = torch.zeros_like(parameter) if is_used and last[place] is None else last[place]
         super()._finish()
         if not self.control.total_weight:
             self._end_batch()
@@ -313,7 +313,7 @@ class VirtualReducer(GradientReducer):
 
     def _end_batch(self) -> None:
         """Add the sums of the earlier batches, and divide by the weight of the window at its end."""
-        self._parts.sums = NodeSums()
+        self._sums, self._parts.earlier = NodeSums(), []
         divisor = 1.0 if self._is_sum else self._window
         for parameter, carried in zip(self._parameters, self._carried, strict=True):
             if carried is not None:

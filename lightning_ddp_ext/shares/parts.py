@@ -97,10 +97,10 @@ class PartTable(ShareTable):
     def check_loaders(self, loaders: Sequence[Any]) -> None:
         for one in loaders:
             if len(loaders) > 1 or not has_torchs_iterator(one) or isinstance(one.dataset, IterableDataset):
-                source = type(getattr(one, "dataset", one)).__name__
+                found = f"`{type(one).__name__}` of `{type(getattr(one, 'dataset', one)).__name__}`"
                 raise UnsupportedFeatureError(
                     "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a"
-                    f" batch size, got {len(loaders)} with `{type(one).__name__}` of `{source}`. Leave `virtual_ranks` out."
+                    f" batch size, got {len(loaders)} with {found}. Leave `virtual_ranks` out."
                 )
 
     @override

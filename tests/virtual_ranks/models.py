@@ -141,7 +141,6 @@ class Model:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], Callback], ...] = ()
     samples: int = 44
-    rounds: bool = True  # results of other divisions differ in bits
 
 
 MODELS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDDPStrategy
@@ -42,6 +43,16 @@ class OtherShares(Callback):
             trainer.save_checkpoint(self.path)
 
 
+def make_ddp(**_: Any) -> DDPStrategy:
+    return DDPStrategy()
+
+
+CONTROLS: dict[str, Callable[..., Any]] = {
+    "balanced_ddp": partial(BalancedDDPStrategy, balance="even"),
+    "ddp": make_ddp,
+}
+
+
 def train(
     name: str, folder: str, phase: int | None = None, changes: bool = False, make: Callable[..., Any] | None = None
 ) -> tuple[str, str]:
@@ -55,9 +66,11 @@ def train(
     seed_everything(7 if not phase else 70 + phase, verbose=False)  # the checkpoint has the seed of the run
     strategy = (make or partial(BalancedDDPStrategy, virtual_ranks=VIRTUAL))(**model.strategy)
     options = {"precision": "32-true", "max_epochs": 2, "max_steps": stop, **model.trainer}
+    options["use_distributed_sampler"] = make is make_ddp
     made = trainer(*callbacks, strategy=strategy, **options)
     module: LightningModule = model.make()
-    loader = DataLoader(Images(model.samples), batch_size=BATCH, shuffle=True)
+    batch_size = BATCH // made.world_size if make is make_ddp else BATCH
+    loader = DataLoader(Images(model.samples), batch_size=batch_size, shuffle=True)
     made.fit(module, loader, ckpt_path=f"{folder}/{slug}{phase - 1}.ckpt" if phase else None)
     rng = repr(sorted(capture_rng_state().items(), key=lambda pair: pair[0]))
     return hash_training_state(module, made.optimizers), hashlib.sha256(rng.encode()).hexdigest()
@@ -127,3 +140,25 @@ def test_ranks_and_shares_may_change_within_an_epoch(
 ) -> None:
     (expected,) = values_of(on_ranks(1), name)
     assert values_of(changing(change), name) == [expected] * CHANGES[change][-1]
+
+
+@pytest.fixture(scope="module")
+def controls() -> dict[str, Any]:
+    """Return the results of all models without virtual ranks, on 1 and 2 ranks."""
+    return {
+        control: [
+            run_on_ranks(ranks, {name: partial(train, name, make=make) for name in MODELS}, timeout=500)
+            for ranks in (1, 2)
+        ]
+        for control, make in CONTROLS.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_without_virtual_ranks_the_bits_differ(controls: dict[str, Any], control: str) -> None:
+    equal = []
+    for name in MODELS:
+        alone, of_two = (values_of(found, name) for found in controls[control])
+        equal += [name for state, _ in of_two if state == alone[0][0]]
+    assert equal == []

@@ -1,0 +1,224 @@
+"""The tree of virtual ranks, what it refuses, and what the parts of a batch begin with."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_ddp_ext import BalancedDDPStrategy
+from lightning_ddp_ext.consistency import hash_training_state
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, nodes_of
+from tests.strategies.toolkit import ALONE, Adversaries, Momentum, fit, run_on_ranks, samples, values_of
+from tests.support.training import quiet_trainer
+from tests.virtual_ranks.models import CLASSES, Classifier, Images, convolutions, perceptron
+
+pytestmark = pytest.mark.timeout(600)
+
+
+# ---------------------------------------------------------------- the tree
+
+
+@pytest.mark.parametrize("parts", range(1, 14))
+def test_ranks_add_the_largest_nodes_of_their_parts_whatever_the_cuts(parts: int) -> None:
+    values = torch.randn(parts, generator=torch.Generator().manual_seed(parts)) * 10.0 ** torch.arange(parts)
+
+    def sums_of(first: int, end: int) -> list[tuple[tuple[int, int], list[Any]]]:
+        sums = NodeSums()
+        for part in range(first, end):
+            sums.push(part, [values[part].clone()])
+        return sums.entries
+
+    whole = {node: value for node, (value,) in sums_of(0, parts)}
+    assert [*whole] == nodes_of(0, parts)
+    for first, end in combinations(range(parts + 1), 2):
+        assert [node for node, _ in sums_of(first, end)] == nodes_of(first, end - first)
+        for (start, size), (value,) in sums_of(first, end):
+            assert start % size == 0
+            ((_, (alone,)),) = sums_of(start, start + size)
+            assert torch.equal(value, alone)  # does not depend on the other parts of the rank
+
+
+def test_a_sum_with_nothing_is_a_sum_with_zeros_to_the_sign_of_a_zero() -> None:
+    sums = NodeSums()
+    sums.push(0, [torch.tensor([-0.0, 1.0]), None])
+    sums.push(1, [None, None])
+    ((_, (value, nothing)),) = sums.entries
+    assert nothing is None
+    assert not value[0].signbit()
+    assert value[1] == 1
+
+
+# ---------------------------------------------------------------- training
+
+
+def virtual(parts: int = 4, **options: Any) -> BalancedDDPStrategy:
+    return BalancedDDPStrategy(virtual_ranks=parts, **options)
+
+
+def train(module: LightningModule, loader: Any, strategy: BalancedDDPStrategy | None = None, **options: Any) -> Trainer:
+    trainer = quiet_trainer(strategy=strategy or virtual(), devices=1, **{"max_epochs": 1, **options})
+    trainer.fit(module, loader)
+    return trainer
+
+
+def images(number: int = 16, **options: Any) -> DataLoader:
+    return DataLoader(Images(number), batch_size=8, **options)
+
+
+def test_the_gradient_is_that_of_the_whole_batch() -> None:
+    data = DataLoader(TensorDataset(*samples(28)), batch_size=11)
+    seed_everything(0)
+    _, alone = fit(Momentum(), data, **ALONE)
+    found = run_on_ranks(2, {"sum": partial(fit_classifier, 5), "uneven": partial(fit_classifier, 3)})
+    for name in found:
+        for parameters in values_of(found, name):
+            torch.testing.assert_close(parameters, alone.parameters, rtol=1e-12, atol=1e-12)
+
+
+def fit_classifier(parts: int, folder: str) -> torch.Tensor:
+    data = DataLoader(TensorDataset(*samples(28)), batch_size=11)
+    _, trace = fit(Momentum(), data, strategy=virtual(parts))
+    return trace.parameters
+
+
+def test_running_statistics_are_the_mean_of_the_parts_and_steps_are_counted_once() -> None:
+    class Normalised(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert self.network[0].running_mean.eq(0).all()  # of the start, for every part
+            assert self.network[0].num_batches_tracked == 0
+            return super().training_step(batch, batch_idx)
+
+    features = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    module = Normalised(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, CLASSES)))
+    train(module, DataLoader(TensorDataset(features, torch.zeros(6).long()), batch_size=6), virtual(3))
+    norm = module.network[0]
+    variance = torch.stack([part.var(0) for part in features.split(2)]).mean(0)
+    torch.testing.assert_close(norm.running_mean, 0.1 * features.mean(0))
+    torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * variance)
+    assert norm.num_batches_tracked == 1
+
+
+def split_unevenly(options: dict[str, Any], folder: str) -> str:
+    seed_everything(1, verbose=False)
+    module = Classifier(convolutions())
+    trainer, _ = fit(module, images(24, shuffle=True), strategy=virtual(**options), precision="32-true", max_epochs=2)
+    return hash_training_state(module, trainer.optimizers)
+
+
+def test_a_rank_may_have_no_part() -> None:
+    def cases(*options: dict[str, Any]) -> dict[str, Callable[[str], Any]]:
+        return {str(one): partial(split_unevenly, one) for one in options}
+
+    expected = values_of(run_on_ranks(1, cases({})), "{}")
+    found = run_on_ranks(2, cases({"split": [0, 1]}, {"gpu0_batch_size": 1}, {"split": [3, 1]}))
+    assert len(found) == 3
+    for name in found:
+        assert values_of(found, name) == expected * 2
+
+
+def test_workers_draw_the_numbers_of_the_main_process() -> None:
+    digests = []
+    for workers in (0, 2):
+        seed_everything(3, verbose=False)
+        module = Classifier(perceptron())
+        trainer = train(module, images(shuffle=True, num_workers=workers))
+        digests.append(hash_training_state(module, trainer.optimizers))
+    assert digests[0] == digests[1]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(1, 8, 8), 0)] * 16)
+
+
+class Gathering(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(batch[1])
+
+
+class Moving(Classifier):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Growing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.register_buffer("seen", torch.zeros(len(batch[1]) + getattr(self, "number", 0)))
+        self.number = getattr(self, "number", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
+REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
+    "manual optimization": (Adversaries, images),
+    "on_before_batch_transfer": (lambda: Moving(perceptron()), images),
+    "all_gather": (lambda: Gathering(perceptron()), images),
+    "SyncBatchNorm": (lambda: Classifier(nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(64), nn.Linear(64, 3))), images),
+    "sparse=True": (lambda: Classifier(nn.Embedding(4, 3, sparse=True)), images),
+    "map-style dataset": (lambda: Classifier(perceptron()), lambda: DataLoader(Stream(), batch_size=8)),
+    "single training loader": (lambda: Classifier(perceptron()), lambda: [images(), images()]),
+    "a buffer": (lambda: Growing(perceptron()), images),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_cut_into_virtual_ranks_is_refused(message: str) -> None:
+    make, loader = REFUSED[message]
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        train(make(), loader())
+
+
+def test_constructors_refuse_what_virtual_ranks_exclude() -> None:
+    class Derived(BalancedDDPStrategy):
+        pass
+
+    for options, kind, message in (
+        ({"virtual_ranks": 0}, ValueError, "`virtual_ranks` must be at least 1, got 0"),
+        ({"virtual_ranks": 4, "cost": "length"}, ValueError, "`virtual_ranks=4` and `cost` exclude"),
+    ):
+        with pytest.raises(kind, match=message):
+            BalancedDDPStrategy(**options)
+    with pytest.raises(TypeError, match="not of its subclass `Derived`"):
+        Derived(virtual_ranks=4)
+    with pytest.raises(ValueError, match="at least the number of ranks, 3, got 2"):
+        quiet_trainer(strategy=virtual(2), devices=3)
+
+
+class Saving(Callback):
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("changed", "message"), [("parts", "4 as `virtual_ranks`, .* has 5"), ("threads", "threads")])
+def test_a_checkpoint_of_other_virtual_ranks_or_threads_is_refused(tmp_path: Any, changed: str, message: str) -> None:
+    train(Classifier(perceptron()), images(), callbacks=[Saving(tmp_path / "last.ckpt")])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + (changed == "threads"))
+        resumed = quiet_trainer(strategy=virtual(5 if changed == "parts" else 4), devices=1, max_epochs=2)
+        with pytest.raises(UnsupportedFeatureError, match=message):
+            resumed.fit(Classifier(perceptron()), images(), ckpt_path=tmp_path / "last.ckpt")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_epochs_log_the_hash_of_the_training_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, messages = Classifier(convolutions()), list[str]()
+    monkeypatch.setattr("lightning_ddp_ext.strategies.virtual_ranks.rank_zero_info", messages.append)
+    trainer = train(module, images(), max_epochs=2)
+    logged = [text.split()[-1].strip(".") for text in messages if "SHA-256" in text]
+    assert len(logged) == 2
+    assert logged[0] != logged[1]
+    assert logged[1] == hash_training_state(module, trainer.optimizers)
