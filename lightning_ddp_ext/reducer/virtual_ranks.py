@@ -41,25 +41,35 @@ def nodes_of(first: int, parts: int) -> list[Node]:
 class NodeSums:
     """The sums of the largest nodes of the parts that have been pushed so far, in order: log2(parts) + 1 at most."""
 
-    def __init__(self, entries: Sequence[tuple[Node, Values]] = ()) -> None:
-        self.entries = [*entries]
+    def __init__(self) -> None:
+        self.entries: list[tuple[Node, Values]] = []
 
-    def push(self, part: int, values: Values) -> None:
-        """Add the values of the next part; those of earlier parts change in place."""
-        first, size = part, 1
+    def push(self, node: Node, values: Values) -> None:
+        """Add the values of the next node; those of earlier nodes change in place."""
+        first, size = node
         while self.entries and self.entries[-1][0][1] == size and not self.entries[-1][0][0] % (2 * size):
             (first, size), older = self.entries.pop()
-            pairs = [*zip(older, values, strict=True)]
-            both = [(one, other) for one, other in pairs if one is not None and other is not None]
-            if both:
-                add_all_([one for one, _ in both], [other for _, other in both])
-            for one, other in pairs:
-                alone = one if other is None else other if one is None else None
-                if alone is not None:
-                    alone.add_(0.0)  # as a rank does that has received zeros: -0.0 + 0.0 is 0.0
-            values = [other if one is None else one for one, other in pairs]
-            size *= 2
+            values, size = _add(older, values), 2 * size
         self.entries.append(((first, size), values))
+
+    def total(self) -> Values:
+        """Return the sum of all parts; nodes behind the last part do not exist."""
+        *nodes, (_, total) = self.entries
+        for _, values in reversed(nodes):
+            total = _add(values, total)
+        return total
+
+
+def _add(older: Values, newer: Values) -> Values:
+    pairs = [*zip(older, newer, strict=True)]
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if both:
+        add_all_([one for one, _ in both], [other for _, other in both])
+    for one, other in pairs:
+        alone = one if other is None else other if one is None else None
+        if alone is not None:
+            alone.add_(0.0)  # as a rank does that has received zeros: -0.0 + 0.0 is 0.0
+    return [other if one is None else one for one, other in pairs]
 
 
 class TreeSum:
@@ -69,7 +79,7 @@ class TreeSum:
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: int) -> None:
-        self._group, self._parts = group, parts
+        self._group = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self.run, self.sizes = range(0), [0] * parts
         self._nodes: list[list[Node]] = []  # of each rank
@@ -98,21 +108,16 @@ class TreeSum:
         """Return the sum over all parts, from the result of `start`."""
         if pending is not None:
             pending[0].wait()
-        total = self._add(dict(zip((node for nodes in self._nodes for node in nodes), rows, strict=True)))
+        sums = NodeSums()
+        for node, row in zip((node for nodes in self._nodes for node in nodes), rows, strict=True):
+            sums.push(node, [row])
+        (total,) = sums.total()
+        assert total is not None
         if pending is None:
             return total
         gathered = like.new_empty(self._ranks, total.numel())
         dist.all_gather([*gathered], total, group=self._group)
         return gathered.view(-1)[: like.numel()]
-
-    def _add(self, sums: Mapping[Node, Tensor]) -> Tensor:
-        def add(first: int, size: int) -> Tensor:
-            if (first, size) in sums:
-                return sums[first, size]
-            left, half = add(first, size // 2), size // 2
-            return left.add_(add(first + half, half)) if first + half < self._parts else left
-
-        return add(0, 1 << (self._parts - 1).bit_length())
 
 
 class TreeTransport(BucketTransport):
@@ -178,7 +183,7 @@ class VirtualBuffers(BufferSynchronizer):
             )
         means = [None if one is None or not has_mean(one.dtype) else one for one in self._table.entries]
         samples = self.tree.sizes[part]
-        self._totals.push(part, [None if one is None else _encoded(one) * samples for one in means])
+        self._totals.push((part, 1), [None if one is None else _encoded(one) * samples for one in means])
         if not self._kept[1] or (is_weighted and not self._kept[0]):
             kept: Values = [None if mean is not None or one is None else one.clone()
                             for one, mean in zip(self._table.entries, means, strict=True)]  # fmt: skip
@@ -199,7 +204,7 @@ class VirtualBuffers(BufferSynchronizer):
             self._write(self._kept[1])
         for part in self.tree.run:
             if part > last:
-                self._totals.push(part, [None] * len(self._start))
+                self._totals.push((part, 1), [None] * len(self._start))
         return changed
 
     @override
@@ -256,12 +261,12 @@ class VirtualReducer(GradientReducer):
     def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> None:
         """Begin a batch with parts of these sizes, of which ranks compute these numbers; maybe the first of a window.
 
-        The sum of a window is multiplied by `unit`, and divided by the weight of the window unless it `is_sum`.
+        The sum of a window is multiplied by its first `unit`, and divided by its weight unless it `is_sum`.
         """
         self.defer_hooks()
         self._tree.begin(numbers, sizes)
-        self._unit, self._is_sum = unit, is_sum
-        self._window *= not is_first
+        if is_first:
+            self._unit, self._is_sum, self._window = unit, is_sum, 0.0
         gradients = self._take()
         self._carried = [None] * len(gradients) if is_first else gradients
         self._sums, self._last = NodeSums(), -1
@@ -285,7 +290,7 @@ class VirtualReducer(GradientReducer):
         if is_last:
             self._last = part
         else:
-            self._sums.push(part, self._take())
+            self._sums.push((part, 1), self._take())
 
     @override
     def synchronize(self, weight: float = 1.0, *_: Any, **__: Any) -> Any:
@@ -296,7 +301,7 @@ class VirtualReducer(GradientReducer):
     def _finish(self) -> None:
         for part in self._tree.run:
             if part >= self._last:
-                self._sums.push(part, self._take() if part == self._last else [None] * len(self._parameters))
+                self._sums.push((part, 1), self._take() if part == self._last else [None] * len(self._parameters))
         *self._parts.earlier, last = [values for _, values in self._sums.entries] or [[None] * len(self._parameters)]
         for place, parameter in enumerate(self._parameters):
             is_used = any(values[place] is not None for values in self._parts.earlier)

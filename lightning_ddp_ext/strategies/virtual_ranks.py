@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import loader_of_moving_batch
@@ -57,8 +58,9 @@ class VirtualStepDriver(StepDriver):
         assert shared is not None
         sizes, first = even_chunks(sum(shared.sizes), self.parts), sum(shared.nominal[:rank])
         own = [part for part in range(first, first + shared.nominal[rank]) if sizes[part]]
-        # A power of two rounds nothing, and keeps gradients in the range of half precision.
-        self._unit = 1.0 if weights.is_sum else 2.0 ** round(math.log2(sum(sizes)))
+        if self._begins_window:
+            # A power of two rounds nothing, and keeps gradients in the range of half precision.
+            self._unit = 1.0 if weights.is_sum else 2.0 ** round(math.log2(sum(sizes)))
         unit = self._unit * self._accumulates
         self.reducer.begin(shared.nominal, sizes, self._begins_window, unit, weights.is_sum)
         if self.is_shadow:
@@ -173,6 +175,8 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
             if is_present:
                 raise UnsupportedFeatureError(f"`virtual_ranks` does not support {problem}.")
         super().setup(trainer)
+        if any(isinstance(one, LBFGS) for one in trainer.optimizers):
+            raise UnsupportedFeatureError("`virtual_ranks` does not support L-BFGS, which needs the loss of all parts.")
 
     @override
     def compared_arguments(self) -> dict[str, object]:

@@ -15,7 +15,7 @@ from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, nodes_of
-from tests.strategies.toolkit import ALONE, Adversaries, Momentum, fit, run_on_ranks, samples, values_of
+from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
 from tests.support.training import quiet_trainer
 from tests.virtual_ranks.models import CLASSES, Classifier, Images, convolutions, perceptron
 
@@ -32,7 +32,7 @@ def test_ranks_add_the_largest_nodes_of_their_parts_whatever_the_cuts(parts: int
     def sums_of(first: int, end: int) -> list[tuple[tuple[int, int], list[Any]]]:
         sums = NodeSums()
         for part in range(first, end):
-            sums.push(part, [values[part].clone()])
+            sums.push((part, 1), [values[part].clone()])
         return sums.entries
 
     whole = {node: value for node, (value,) in sums_of(0, parts)}
@@ -47,8 +47,8 @@ def test_ranks_add_the_largest_nodes_of_their_parts_whatever_the_cuts(parts: int
 
 def test_a_sum_with_nothing_is_a_sum_with_zeros_to_the_sign_of_a_zero() -> None:
     sums = NodeSums()
-    sums.push(0, [torch.tensor([-0.0, 1.0]), None])
-    sums.push(1, [None, None])
+    sums.push((0, 1), [torch.tensor([-0.0, 1.0]), None])
+    sums.push((1, 1), [None, None])
     ((_, (value, nothing)),) = sums.entries
     assert nothing is None
     assert not value[0].signbit()
@@ -72,20 +72,43 @@ def images(number: int = 16, **options: Any) -> DataLoader:
     return DataLoader(Images(number), batch_size=8, **options)
 
 
-def test_the_gradient_is_that_of_the_whole_batch() -> None:
-    data = DataLoader(TensorDataset(*samples(28)), batch_size=11)
-    seed_everything(0)
-    _, alone = fit(Momentum(), data, **ALONE)
-    found = run_on_ranks(2, {"sum": partial(fit_classifier, 5), "uneven": partial(fit_classifier, 3)})
-    for name in found:
-        for parameters in values_of(found, name):
-            torch.testing.assert_close(parameters, alone.parameters, rtol=1e-12, atol=1e-12)
+def tenths_of(batch: Any) -> float:
+    return 0.1 * len(batch[1])
 
 
-def fit_classifier(parts: int, folder: str) -> torch.Tensor:
-    data = DataLoader(TensorDataset(*samples(28)), batch_size=11)
-    _, trace = fit(Momentum(), data, strategy=virtual(parts))
+def fit_classifier(options: dict[str, Any], batches: int, folder: str) -> torch.Tensor:
+    data = DataLoader(TensorDataset(*samples(26)), batch_size=11)  # the last batch of a window is short
+    _, trace = fit(
+        Momentum(is_sum=options.get("weight_by") == "sum"),
+        data,
+        strategy=BalancedDDPStrategy(**options),
+        max_epochs=2,
+        accumulate_grad_batches=batches,
+    )
     return trace.parameters
+
+
+EXACT = {
+    f"{parts} parts, {weight_by}, {batches} batches": (parts, weight_by, batches)
+    for parts, weight_by, batches in ((5, "samples", 1), (3, "samples", 3), (4, "sum", 3), (4, tenths_of, 3))
+}
+
+
+def test_the_gradient_is_that_of_the_whole_batch() -> None:
+    plain, cut = (
+        {
+            name: partial(
+                fit_classifier, {**({} if alone else {"virtual_ranks": parts}), "weight_by": weight_by}, batches
+            )
+            for name, (parts, weight_by, batches) in EXACT.items()
+        }
+        for alone in (True, False)
+    )
+    expected, found = run_on_ranks(1, plain), run_on_ranks(2, cut)
+    for name in EXACT:
+        (alone,) = values_of(expected, name)
+        for parameters in values_of(found, name):
+            torch.testing.assert_close(parameters, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_running_statistics_are_the_mean_of_the_parts_and_steps_are_counted_once() -> None:
