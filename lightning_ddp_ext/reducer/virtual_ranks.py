@@ -157,54 +157,41 @@ class VirtualBuffers(BufferSynchronizer):
     """
 
     tree: TreeSum
+    start: Values  # from before the batch
+    totals: Sequence[Values] = ()  # of values times samples, of the nodes of this rank
+    _kept: tuple[bool, Values] = False, []  # numbers without a mean, and whether their part has weight
 
     def begin(self) -> None:
         """Begin a batch."""
         self._table.update()
-        self._start: Values = [None if one is None else one.clone() for one in self._table.entries]
-        self._totals = NodeSums()  # of values times samples
-        self._kept: tuple[bool, Values] = False, []  # numbers without a mean, and whether their part has weight
-        self._last = -1, False
+        self.start = [None if one is None else one.clone() for one in self._table.entries]
+        self._kept = False, []
 
-    def end_part(self, part: int, is_weighted: bool, is_last: bool) -> None:
-        """End a part, the last one of this rank before its backward pass."""
-        if is_last:
-            self._last = part, is_weighted
-        else:
-            self._record(part, is_weighted)
-            self._write(self._start)
-
-    def _record(self, part: int, is_weighted: bool) -> None:
+    def record(self, part: int, is_weighted: bool) -> Values:
+        """Return the values of a part that has ended, times its samples."""
         self._table.update()
         if self._table.structure != self._structure:
             raise UnsupportedFeatureError(
                 f"virtual rank {part}: `training_step` has added, removed or resized a buffer, which the next virtual"
                 " rank would see. Register buffers of a fixed size, or leave `virtual_ranks` out."
             )
-        means = [None if one is None or not has_mean(one.dtype) else one for one in self._table.entries]
-        samples = self.tree.sizes[part]
-        self._totals.push((part, 1), [None if one is None else _encoded(one) * samples for one in means])
+        entries, samples = self._table.entries, self.tree.sizes[part]
         if not self._kept[1] or (is_weighted and not self._kept[0]):
-            kept: Values = [None if mean is not None or one is None else one.clone()
-                            for one, mean in zip(self._table.entries, means, strict=True)]  # fmt: skip
-            self._kept = is_weighted, kept
+            others = [None if one is None or has_mean(one.dtype) else one for one in entries]
+            self._kept = is_weighted, [None if one is None else one.clone() for one in others]
+        means = [None if one is None or not has_mean(one.dtype) else one for one in entries]
+        return [None if one is None else _encoded(one) * samples for one in means]
 
-    def _write(self, values: Values) -> None:
-        for one, value in zip(self._table.entries, values, strict=True):
+    def write(self, values: Values) -> None:
+        """Set the buffers without an increase of their versions, so that changes are still found."""
+        for one, value in zip(self._table.entries, values, strict=False):
             if one is not None and value is not None:
-                one.data.copy_(value)  # which increases no version, so that changes are still found
+                one.data.copy_(value)
 
     @override
     def find_changes(self) -> bytearray:
-        last, is_weighted = self._last
-        if last >= 0:
-            self._record(last, is_weighted)
         changed = super().find_changes()
-        if self._kept[1]:
-            self._write(self._kept[1])
-        for part in self.tree.run:
-            if part > last:
-                self._totals.push((part, 1), [None] * len(self._start))
+        self.write(self._kept[1])
         return changed
 
     @override
@@ -214,10 +201,7 @@ class VirtualBuffers(BufferSynchronizer):
         if not means:
             return
         zeros = [_encoded(one).zero_() for one in means.values()]
-        found = (
-            [(totals[place], zero) for place, zero in zip(means, zeros, strict=True)]
-            for _, totals in self._totals.entries
-        )
+        found = ([(totals[place], zero) for place, zero in zip(means, zeros, strict=True)] for totals in self.totals)
         rows = [torch.cat([zero if one is None else one for one, zero in pairs]) for pairs in found]
         like = torch.cat(zeros)
         mean = self.tree.finish(*self.tree.start(rows, like), like) / sum(self.tree.sizes)
@@ -255,8 +239,8 @@ class VirtualReducer(GradientReducer):
     def _make_sums(self, module: nn.Module, comm_hook: CommHook | None, comm_state: object) -> None:
         self._tree = TreeSum(self._group, self._number)
         self._transport = self._parts = TreeTransport(self._group, self._tree)
-        self.buffers = self._part_buffers = VirtualBuffers(module, self._group)
-        self._part_buffers.tree = self._tree
+        self.buffers = self._buffers = VirtualBuffers(module, self._group)
+        self._buffers.tree = self._tree
 
     def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> None:
         """Begin a batch with parts of these sizes, of which ranks compute these numbers; maybe the first of a window.
@@ -274,7 +258,7 @@ class VirtualReducer(GradientReducer):
         self._scheduler.predictor.load(())
         for field in self._of_parts:
             field.value = 0.0
-        self._part_buffers.begin()
+        self._buffers.begin()
 
     def _take(self) -> Values:
         gradients: Values = [parameter.grad for parameter in self._parameters]
@@ -286,11 +270,14 @@ class VirtualReducer(GradientReducer):
     def end_part(self, part: int, weight: float, is_last: bool) -> None:
         """End a part after its backward pass, the last one of this rank before it."""
         self._of_parts[part].value = weight
-        self._part_buffers.end_part(part, weight > 0, is_last)
-        if is_last:
-            self._last = part
-        else:
-            self._sums.push((part, 1), self._take())
+        self._last = part
+        if not is_last:
+            self._push(part)
+            self._buffers.write(self._buffers.start)
+
+    def _push(self, part: int) -> None:
+        buffers = self._buffers.record(part, self._of_parts[part].value > 0)
+        self._sums.push((part, 1), [*self._take(), *buffers])
 
     @override
     def synchronize(self, weight: float = 1.0, *_: Any, **__: Any) -> Any:
@@ -299,10 +286,16 @@ class VirtualReducer(GradientReducer):
     @override
     @torch.no_grad()
     def _finish(self) -> None:
+        number = len(self._parameters)
+        nothing: Values = [None] * (number + len(self._buffers.start))
         for part in self._tree.run:
-            if part >= self._last:
-                self._sums.push((part, 1), self._take() if part == self._last else [None] * len(self._parameters))
-        *self._parts.earlier, last = [values for _, values in self._sums.entries] or [[None] * len(self._parameters)]
+            if part == self._last:
+                self._push(part)
+            elif part > self._last:
+                self._sums.push((part, 1), [*nothing])
+        found = [values for _, values in self._sums.entries]
+        self._buffers.totals = [values[number:] for values in found]
+        *self._parts.earlier, last = found or [nothing]
         for place, parameter in enumerate(self._parameters):
             is_used = any(values[place] is not None for values in self._parts.earlier)
             parameter.grad = torch.zeros_like(parameter) if is_used and last[place] is None else last[place]

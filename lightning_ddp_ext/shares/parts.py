@@ -76,13 +76,10 @@ class DividedParts(DividedBatch):
 
     @override
     def own(self, batch: Any, rank: int) -> list[Any]:
-        first = sum(self.nominal[:rank])
-        starts = [sum(self.parts[:part]) for part in range(len(self.parts))]
-        return [
-            ((*self.seeds, part), batch[starts[part] : starts[part] + self.parts[part]])
-            for part in range(first, first + self.nominal[rank])
-            if self.parts[part]
-        ]
+        own = range(sum(self.nominal[:rank]), sum(self.nominal[: rank + 1]))
+        ends = [sum(self.parts[: part + 1]) for part in own]
+        cut = [((*self.seeds, part), batch[end - self.parts[part] : end]) for part, end in zip(own, ends, strict=True)]
+        return [one for one in cut if len(one[1])]
 
 
 class PartTable(ShareTable):
@@ -90,8 +87,7 @@ class PartTable(ShareTable):
 
     def __init__(self, rule: ChunkRule, ranks: int, parts: int, seeds: Callable[[], tuple[int, ...]]) -> None:
         super().__init__(rule, ranks)
-        self._parts, self._find_seeds = parts, seeds
-        self._seeds: tuple[int, ...] = ()  # of the epoch
+        self._parts, self._seeds = parts, seeds  # these of the epoch
 
     @override
     def check_loaders(self, loaders: Sequence[Any]) -> None:
@@ -104,16 +100,11 @@ class PartTable(ShareTable):
                 )
 
     @override
-    def begin_epoch(self, skip: int) -> int:
-        self._seeds = self._find_seeds()
-        return super().begin_epoch(skip)
-
-    @override
     def division(self, number: int, is_training: bool) -> Division:
         plain = super().division(number, is_training)
         if not is_training:
             return plain
-        seeds = (*self._seeds, number - self._first)
+        seeds = (*self._seeds(), number - self._first)
         return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, self._parts, seeds)
 
     @override

@@ -15,19 +15,13 @@ from lightning_ddp_ext._compat.lightning_loaders import loader_of_moving_batch
 from lightning_ddp_ext._compat.lightning_logging import logged_in_step, set_latest, set_logged_batch
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import are_deterministic, widest_float
-from lightning_ddp_ext._lightning import (
-    STEP_OUTPUT,
-    MixedPrecision,
-    Trainer,
-    TrainerFn,
-    is_overridden,
-    rank_zero_warn,
-)
+from lightning_ddp_ext._lightning import STEP_OUTPUT, MixedPrecision, Trainer, TrainerFn, is_overridden, rank_zero_warn
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, even_chunks
 from lightning_ddp_ext.batches.sample_counts import DrawnSamples
+from lightning_ddp_ext.batches.weights import BatchWeights
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
@@ -41,6 +35,8 @@ from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 class VirtualStepDriver(StepDriver):
     """Drives the steps of a rank that computes several virtual ranks, in parts of a batch."""
 
+    balance: ShareBalancer
+    weights: BatchWeights
     reducer: VirtualReducer  # the strategy sets this, the number of virtual ranks, and the seed of the run
     parts, seed = 1, 0
     is_running = False  # the parts of a batch
@@ -52,8 +48,6 @@ class VirtualStepDriver(StepDriver):
 
     def run(self, step: Callable[..., STEP_OUTPUT], batches: Sequence[Any]) -> STEP_OUTPUT:
         """Run a step on each part, with the backward pass of all parts but the last; return the output of the last."""
-        assert self.balance is not None
-        assert self.weights is not None
         shared, weights, rank = self.balance.shared, self.weights, self._trainer.global_rank
         assert shared is not None
         sizes, first = even_chunks(sum(shared.sizes), self.parts), sum(shared.nominal[:rank])
@@ -107,14 +101,13 @@ class VirtualStepDriver(StepDriver):
 
     @override
     def weigh_loss(self, loss: Tensor) -> Tensor:
-        assert self.weights is not None
         self.weights.window.skips_pass = not self._factor
         return loss * self._factor if self._factor else loss
 
     @override
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
-        window = self.gradient.window  # type: ignore[union-attr]
+        window = self.weights.window
         self.reducer.continues, window.is_postponed = window.is_postponed, False  # see `VirtualReducer`
         with super().synchronizing():
             yield
@@ -142,13 +135,9 @@ def _merge(logged: Sequence[tuple[float, Tensor]], operation: str) -> Tensor:
 class VirtualRanksStrategy(BalancedDDPStrategy):
     """The strategy that `BalancedDDPStrategy(virtual_ranks=...)` becomes; other steps do not know of virtual ranks."""
 
+    driver: VirtualStepDriver
     driver_type = VirtualStepDriver
     parts: int
-
-    @property
-    def _virtual(self) -> VirtualStepDriver:
-        assert isinstance(self.driver, VirtualStepDriver)
-        return self.driver
 
     @override
     def _configure_launcher(self) -> None:
@@ -160,18 +149,16 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        problems = {
-            "manual optimization, whose backward passes it cannot repeat for each part. Leave one of them out": (
-                trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization
+        moves = any(one is not None and is_overridden("on_before_batch_transfer", one) for one in (module, data))
+        is_manual = trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization
+        for is_present, problem in (
+            (is_manual, "manual optimization. Leave one of them out"),
+            (moves, "`on_before_batch_transfer`, which would get several parts. Use `on_after_batch_transfer`"),
+            (
+                self.root_device.type != "cpu" and not are_deterministic(),
+                "algorithms that are not deterministic on a device. Use `Trainer(deterministic=True)`",
             ),
-            "`on_before_batch_transfer`, which would get several parts. Use `on_after_batch_transfer`": any(
-                owner is not None and is_overridden("on_before_batch_transfer", owner) for owner in (module, data)
-            ),
-            "algorithms that are not deterministic on a device. Use `Trainer(deterministic=True)`": (
-                self.root_device.type != "cpu" and not are_deterministic()
-            ),
-        }
-        for problem, is_present in problems.items():
+        ):
             if is_present:
                 raise UnsupportedFeatureError(f"`virtual_ranks` does not support {problem}.")
         super().setup(trainer)
@@ -235,7 +222,7 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
     @override
     def _make_driver(self, reducer: Any = None) -> None:
         super()._make_driver(reducer)
-        self._virtual.reducer, self._virtual.parts, self._virtual.seed = reducer, self.parts, self._seed
+        self.driver.reducer, self.driver.parts, self.driver.seed = reducer, self.parts, self._seed
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -246,12 +233,12 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
         fetched = loader.fetched.popleft()
         samples = DrawnSamples(fetched.shares.sizes[self.global_rank])
         samples.held = samples  # a list of batches would be counted in another way
-        self._virtual.begin(batch, fetched._replace(samples=samples))
+        self.driver.begin(batch, fetched._replace(samples=samples))
         return batch  # each part is moved when it begins, with its random numbers
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        driver, trainer = self._virtual, self.module.trainer
+        driver, trainer = self.driver, self.module.trainer
         loop = trainer.fit_loop.epoch_loop
         driver.begin_step(loop.total_batch_idx, loop.batch_idx, trainer.accumulate_grad_batches)
         batches, *others = (*args, *kwargs.values())
@@ -260,7 +247,7 @@ class VirtualRanksStrategy(BalancedDDPStrategy):
 
     @override
     def all_gather(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        if self.driver is not None and self._virtual.is_running:
+        if self.driver is not None and self.driver.is_running:
             raise UnsupportedFeatureError(
                 "`training_step` calls `all_gather`, but a rank runs its virtual ranks one after another. Compute the"
                 " loss from the samples of one virtual rank, or leave `virtual_ranks` out."
