@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_ddp_ext import BalancedDDPStrategy
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPJoinStrategy
+from lightning_ddp_ext import fabric as for_fabric
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, nodes_of
@@ -198,6 +199,12 @@ def test_what_cannot_be_cut_into_virtual_ranks_is_refused(message: str) -> None:
     make, loader = REFUSED[message]
     with pytest.raises(UnsupportedFeatureError, match=message):
         train(make(), loader())
+
+
+@pytest.mark.parametrize("kind", [for_fabric.BalancedDDPStrategy, BalancedDataParallelStrategy, DDPJoinStrategy])
+def test_other_strategies_name_the_one_with_virtual_ranks(kind: Any) -> None:
+    with pytest.raises(TypeError, match="an argument of the strategy `balanced_ddp` of the Trainer"):
+        kind(virtual_ranks=4)
 
 
 def test_constructors_refuse_what_virtual_ranks_exclude() -> None:
