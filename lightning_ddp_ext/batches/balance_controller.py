@@ -33,11 +33,12 @@ class Decision:
     before: list[int]
     after: list[int]
     reason: str
+    unit: str = "samples"
 
     def __str__(self) -> str:
         before, after = (", ".join(map(str, sizes)) for sizes in (self.before, self.after))
         change = f"stays at {after}" if before == after else f"from {before} to {after}"
-        return f"{change} samples, because {self.reason}"
+        return f"{change} {self.unit}, because {self.reason}"
 
 
 def divide_by_shares(
@@ -113,8 +114,8 @@ class BalanceController:
     Every replica keeps at least `least_samples`, since its speed could not be measured without any.
     """
 
-    def __init__(self, num_replicas: int, noun: str = "replica") -> None:
-        self._noun = noun  # in reasons
+    def __init__(self, num_replicas: int, noun: str = "replica", unit: str = "samples") -> None:
+        self._noun, self._unit = noun, unit  # in reasons
         self.shares = [1.0 / num_replicas] * num_replicas
         self.limits: list[int | None] = [None] * num_replicas  # most samples that each replica has memory for
         self.least_samples = 1  # of a replica; batch normalisation needs 2
@@ -227,12 +228,12 @@ class BalanceController:
         self.shares, self._is_settled = shares, False
         self._sizes = self.split_sizes(sum(before))
         self._window = None
-        return Decision(before, self._sizes, reason)
+        return Decision(before, self._sizes, reason, self._unit)
 
     def _settle(self, reason: str) -> Decision | None:
         self._length = min(2 * self._length, LONGEST_WINDOW)
         was_settled, self._is_settled = self._is_settled, True
-        return None if was_settled else Decision(self._sizes, self._sizes, reason)
+        return None if was_settled else Decision(self._sizes, self._sizes, reason, self._unit)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shares and the length of the window, in plain numbers for a checkpoint."""

@@ -221,7 +221,7 @@ class VirtualReducer(GradientReducer):
     `continues` is True if the window continues after the current batch.
     """
 
-    def __init__(self, module: nn.Module, virtual_ranks: int, **options: Any) -> None:
+    def __init__(self, virtual_ranks: int, module: nn.Module, **options: Any) -> None:
         self._number = virtual_ranks
         super().__init__(module, **options)
         if self._sparse.members or self.normalizes_over_ranks:

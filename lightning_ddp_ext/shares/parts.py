@@ -3,7 +3,8 @@
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy
@@ -56,30 +57,29 @@ class PartDivision(Division):
     """How a global batch is divided into parts, and how many of them each rank gets."""
 
     parts: int = 1
-    seeds: tuple[int, ...] = ()  # of the batch
+    seeds: tuple[int, ...] = field(default=(), compare=False)  # of the batch
 
     @override
     def divide(self, batch_size: int, costs: Sequence[float] | None) -> "DividedParts":
-        numbers = Division(self.rule, self.ranks, self.shares, self.limits, False, None).divide(self.parts, None).sizes
-        parts = even_chunks(batch_size, self.parts)
-        ends = [sum(numbers[: rank + 1]) for rank in range(self.ranks)]
-        sizes = tuple(sum(parts[end - number : end]) for end, number in zip(ends, numbers, strict=True))
-        return DividedParts(range(batch_size), sizes, numbers, parts, self.seeds)
+        numbers = Division.divide(self, self.parts, None).nominal
+        starts = [0, *accumulate(even_chunks(batch_size, self.parts))]
+        cuts = [starts[first] for first in (0, *accumulate(numbers))]
+        sizes = tuple(end - start for start, end in pairwise(cuts))
+        return DividedParts(range(batch_size), sizes, numbers, starts, self.seeds)
 
 
 @dataclass(frozen=True, slots=True)
 class DividedParts(DividedBatch):
     """The parts of a batch; `nominal` are the numbers of parts of the ranks."""
 
-    parts: Sequence[int]
+    starts: Sequence[int]
     seeds: tuple[int, ...]
 
     @override
     def own(self, batch: Any, rank: int) -> list[Any]:
-        own = range(sum(self.nominal[:rank]), sum(self.nominal[: rank + 1]))
-        ends = [sum(self.parts[: part + 1]) for part in own]
-        cut = [((*self.seeds, part), batch[end - self.parts[part] : end]) for part, end in zip(own, ends, strict=True)]
-        return [one for one in cut if len(one[1])]
+        first = sum(self.nominal[:rank])
+        cut = [batch[start:end] for start, end in pairwise(self.starts[first : first + self.nominal[rank] + 1])]
+        return [((*self.seeds, part), indices) for part, indices in enumerate(cut, first) if len(indices)]
 
 
 class PartTable(ShareTable):
@@ -88,6 +88,10 @@ class PartTable(ShareTable):
     def __init__(self, rule: ChunkRule, ranks: int, parts: int, seeds: Callable[[], tuple[int, ...]]) -> None:
         super().__init__(rule, ranks)
         self._parts, self._seeds = parts, seeds  # these of the epoch
+
+    def seeds(self, number: int) -> tuple[int, ...]:
+        """Return the seeds of the batch of this number."""
+        return *self._seeds(), number - self._first
 
     @override
     def check_loaders(self, loaders: Sequence[Any]) -> None:
@@ -104,8 +108,8 @@ class PartTable(ShareTable):
         plain = super().division(number, is_training)
         if not is_training:
             return plain
-        seeds = (*self._seeds(), number - self._first)
-        return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, self._parts, seeds)
+        own = self._parts, self.seeds(number)
+        return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, *own)
 
     @override
     def make_loader(self, loader: Any, draw: Callable[[Any], Any], collate: Callable[[Any], Any]) -> Any:

@@ -42,8 +42,9 @@ class ShareBalancer:
         device: torch.device,
         inform: Callable[[str], None],
         watches_memory: bool = False,
+        unit: str = "samples",
     ) -> None:
-        self.controller = None if rule is None else _make_controller(rule, ranks, inform)
+        self.controller = None if rule is None else _make_controller(rule, ranks, inform, unit)
         self._tables: list[ShareTable] = []
         self._ranks = ranks
         self._device = device
@@ -245,14 +246,14 @@ def has_own_memory(device: torch.device, of_node: Sequence[torch.device] | None)
     return len({*devices}) == len(devices) and reports_memory(device)
 
 
-def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None]) -> BalanceController | None:
+def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None], unit: str) -> BalanceController | None:
     if ranks == 1 or not (rule.is_auto or rule.is_free):
         return None
-    if are_deterministic():
+    if are_deterministic() and unit == "samples":  # results do not depend on the shares of virtual ranks
         if rule.is_auto:
             inform('`balance="auto"` is off, because measured times are not deterministic: batches are divided evenly.')
         return None
-    return BalanceController(ranks, "rank")
+    return BalanceController(ranks, "rank", unit)
 
 
 def _compare_drawn(drawn: Sequence[float]) -> None:

@@ -1,6 +1,6 @@
 """The drivers of steps: they run each batch and each backward pass of a rank, in order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -106,10 +106,10 @@ class StepDriver:
     """Drives the steps of one rank under the Trainer; the hooks of the strategy call it.
 
     Each batch of a loop begins with `begin` and ends with `end`, after its last hook. In between come, in training,
-    `begin_step`, `running` around the step of the module, `finish`, and `synchronizing` around each backward pass.
+    `begin_step`, `run` with the step of the module, and `synchronizing` around each backward pass.
 
-    If ranks run out of data at different times, the step `agrees` on more: a rank without a batch makes a shadow step,
-    `follow`. It runs no code of the module, takes part in synchronisations with weight 0, and receives logged values
+    If ranks run out of data at different times, the step `agrees` on more: a rank without a batch makes a shadow step.
+    It runs no code of the module, takes part in synchronisations with weight 0, and receives logged values
     and other changes of the training state from the first active rank.
     """
 
@@ -178,8 +178,8 @@ class StepDriver:
     def _active(self) -> tuple[int, ...]:
         return self.participation.active
 
-    def begin(self, batch: Any, fetched: FetchedBatch) -> None:
-        """Begin with a batch of a loop, before it is moved to the device."""
+    def begin(self, batch: Any, fetched: FetchedBatch) -> bool:
+        """Begin with a batch of a loop; return True if `run` moves it to the device, part by part."""
         if batch is None and self._agrees:
             raise UnsupportedFeatureError(
                 f"rank {self._trainer.global_rank}: the loader gave None instead of a batch. Lightning would skip the"
@@ -206,6 +206,7 @@ class StepDriver:
                 # In evaluation hooks run among active ranks too: they belong to a batch, not to a step of all ranks.
                 around = without_batch_hooks(self._trainer) if self.is_shadow else self.active.redirect()
                 self._evaluating.enter_context(around)
+        return False
 
     def begin_step(self, number: int, index: int, accumulates: int) -> None:
         """Begin the training step of a batch, by its number in the run and its index in the epoch."""
@@ -217,19 +218,25 @@ class StepDriver:
         if self.balance is not None:
             self.balance.count_batch()  # not a batch that a callback skips
 
-    @contextmanager
-    def running(self, batch: Any) -> Iterator[None]:
-        """Run `training_step` of the module with a batch in the block, on an active rank."""
+    def run(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the step of the module with these arguments, the batch first; a rank without a batch makes a shadow step.
+
+        Return the output of the step, or a loss of zero with a weight of zero for None. Lightning rejects None on
+        several ranks, and would skip the backward pass, for which the other ranks wait.
+        """
         assert self.weights is not None
+        if self.is_shadow:
+            return self._follow()
         if self.participation.is_uneven:
             self._broadcast.remember(self._active)
         with self._redirect():
-            self.weights.weigh(batch)
+            self.weights.weigh(next(iter((*args, *kwargs.values()))))
             if leaves_out_backward(self._trainer):
                 self.weights.add()
             watch = self._communication.watch(self._trainer.current_epoch, self.weights, self.group)
             with watch, self.logged.step(), self._measure():
-                yield
+                output = step(*args, **kwargs)
+        return self._finish(output)
 
     def _redirect(self) -> AbstractContextManager[None]:
         """Run the collectives of a block on the active ranks only."""
@@ -238,11 +245,7 @@ class StepDriver:
     def _measure(self) -> AbstractContextManager[None]:
         return nullcontext() if self.balance is None or self.is_shadow else self.balance.measuring()
 
-    def finish(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
-        """Return the output of a step that has run: for None, a loss of zero with a weight of zero.
-
-        Lightning rejects None on several ranks, and would skip the backward pass, for which the other ranks wait.
-        """
+    def _finish(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
         assert self.weights is not None and self.gradient is not None  # noqa: PT018
         if output is None and self._module.automatic_optimization:
             self.weights.skip()
@@ -255,7 +258,7 @@ class StepDriver:
         self._end_step()
         return output
 
-    def follow(self) -> STEP_OUTPUT:
+    def _follow(self) -> STEP_OUTPUT:
         """Take part in a step of the active ranks; return the output for the stand-in with a loss of zero."""
         assert self.gradient is not None
         while not self._broadcast.receive(self._active, self.gradient.guard):

@@ -1,6 +1,7 @@
 """Distributed training in which all ranks share one global batch."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +10,19 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_loaders
 from lightning_ddp_ext._lightning import CombinedLoader, Trainer
 from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
 from lightning_ddp_ext.loaders.predictions import PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
+from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.parts import PartTable
 from lightning_ddp_ext.shares.share_table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.steps.balancer import RankTimes, ShareBalancer, has_own_memory
+from lightning_ddp_ext.steps.virtual_ranks import VirtualStepDriver, compare_environments
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 
 
@@ -91,14 +96,21 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self._training_loader: StepLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
         if virtual_ranks is not None:
-            from lightning_ddp_ext.strategies.virtual_ranks import use_virtual_ranks  # which imports this module
-
-            use_virtual_ranks(self, virtual_ranks)
+            check_integer("virtual_ranks", virtual_ranks, least=1, remedy="Leave it out for no virtual ranks.")
+            if excluded := [name for name, one in (("cost", cost), ("ddp_comm_hook", self.comm_hook)) if one]:
+                raise ValueError(f"`{virtual_ranks=}` and `{excluded[0]}` exclude each other. Keep one of them.")
+            self.reducer_type = partial(VirtualReducer, virtual_ranks)
+            self.driver_type = partial(VirtualStepDriver, virtual_ranks)
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        self._rule.check_number(self.num_nodes * self.num_processes, "rank")
+        ranks = self.num_nodes * self.num_processes
+        self._rule.check_number(ranks, "rank")
+        if self.virtual_ranks is not None and ranks > self.virtual_ranks:
+            raise ValueError(
+                f"`virtual_ranks` must be at least the number of ranks, {ranks}, got {self.virtual_ranks}."
+            )
 
     def take_timed_steps(self) -> list[RankTimes]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
@@ -112,27 +124,40 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
     def make_balance(self) -> ShareBalancer | None:
         resumed = {} if self._run is None else self._run.resumed_steps
         rule = None if self._run is None else self._rule
-        balance = self._make_balancer(rule)
+        parts = self.virtual_ranks
+        balance = ShareBalancer(
+            rule,
+            self.world_size,
+            self.root_device,
+            rank_zero_info,
+            parts is None and has_own_memory(self.root_device, self.parallel_devices),
+            "samples" if parts is None else "virtual ranks",
+        )
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
         # Without training, ranks have different seeds, and must shuffle alike.
         self._seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
         self._sampler_states = resumed.get("samplers", [])
         self._training_loader = None
-        self._table = self._make_table()
+        if parts is None:
+            self._table = ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
+        else:
+            compare_environments(resumed.get("virtual_ranks", {}), self._environment())
+            trainer, seed = self.module.trainer, self._seed
+            self._table = PartTable(self._rule, self.world_size, parts, lambda: (seed, trainer.current_epoch))
         balance.add(self._table)
         if resumed and balance.load_state_dict(resumed["controller"]):
             self._table.load_state_dict(resumed["table"])
         shares = self._rule if balance.controller is None else "by their speed"
         by_cost = "" if self._cost is None else ", in units of `cost`"
         self.division = f"the ranks share each batch of the loader {shares}{by_cost}"
+        if parts is not None:
+            self.division = f"{parts} virtual ranks with {torch.get_num_threads()} threads; {self.division}"
         return balance
 
-    def _make_balancer(self, rule: ChunkRule | None) -> ShareBalancer:
-        has_memory = has_own_memory(self.root_device, self.parallel_devices)
-        return ShareBalancer(rule, self.world_size, self.root_device, rank_zero_info, has_memory)
-
-    def _make_table(self) -> ShareTable:
-        return ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
+    def _environment(self) -> dict[str, Any]:
+        """Describe on what the bits of a run with virtual ranks depend."""
+        threads = {"`virtual_ranks`": self.virtual_ranks, "`torch.get_num_threads()`": torch.get_num_threads()}
+        return {**threads, "kind of device": self.root_device.type, "version of torch": str(torch.__version__)}
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
@@ -164,15 +189,26 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         if loader is not None:
             assert isinstance(loader.source, SharedSource)
             is_within_epoch, samplers = bool(loader.used), loader.source.sampler_states(loader)
-        return {
+        state = {
             "table": self._table.state_dict(is_within_epoch),
             "samplers": samplers,
             "controller": balance.state_dict(),
         }
+        return state if self.virtual_ranks is None else {**state, "virtual_ranks": self._environment()}
+
+    @override
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **options)
+        if self.virtual_ranks is not None and self._resumed is not None and "virtual_ranks" in self._resumed["steps"]:
+            # The RNG state between steps is the same on all ranks, so that any number of them restores it.
+            self._resumed = {**self._resumed, "of_ranks": self._resumed["of_ranks"][:1] * self.world_size}
+        return checkpoint
 
     @override
     def compared_arguments(self) -> dict[str, object]:
         own = {"cost": self.cost, "virtual_ranks": self.virtual_ranks}
+        if self.virtual_ranks is not None:
+            own["torch.get_num_threads()"] = torch.get_num_threads()
         return {**super().compared_arguments(), **self._rule.given, **own}
 
     @override

@@ -128,7 +128,8 @@ class ExplicitDDPStrategy(
     division = "each rank draws its own batches, as many as the others"  # for a message
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
-    driver_type: type[StepDriver] = StepDriver
+    reducer_type: Callable[..., GradientReducer] = GradientReducer
+    driver_type: Callable[..., StepDriver] = StepDriver
     agrees = False  # ranks may run out of data at different times, and agree on each step
 
     def __init__(
@@ -216,10 +217,6 @@ class ExplicitDDPStrategy(
     def count_samples(self, batch: Any) -> float | None:
         """Return the number of samples of the current batch, the mean over several loaders; None if it is unknown."""
         return self._samples.count(batch)
-
-    def make_reducer(self, module: Module, **options: Any) -> GradientReducer:
-        """Return the reducer of a run."""
-        return GradientReducer(module, **options)
 
     def make_balance(self) -> ShareBalancer | None:
         """Return what measures the ranks, once per run, if they share batches."""
@@ -356,7 +353,7 @@ class ExplicitDDPStrategy(
             self._cleanup.callback(self._checkpointing.remove, self.module)
             self._checkpointing.apply(self.model)
             rank_zero_info(f"On each rank, {self._checkpointing.report}.")
-        reducer = self.make_reducer(
+        reducer = self.reducer_type(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
             comm_hook=self.comm_hook,
@@ -417,7 +414,8 @@ class ExplicitDDPStrategy(
         combined = None if self.driver is None else loader_of_moving_batch(self.module.trainer)
         if self.driver is not None and combined is not None:
             fetched = getattr(combined, "fetched", None)  # None for a class that the user has derived
-            self.driver.begin(batch, FetchedBatch(None) if fetched is None else fetched.popleft())
+            if self.driver.begin(batch, FetchedBatch(None) if fetched is None else fetched.popleft()):
+                return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -425,11 +423,7 @@ class ExplicitDDPStrategy(
         driver, trainer = self._driver, self.module.trainer
         loop = trainer.fit_loop.epoch_loop
         driver.begin_step(loop.total_batch_idx, loop.batch_idx, trainer.accumulate_grad_batches)
-        if driver.is_shadow:
-            return driver.follow()
-        with driver.running(next(iter((*args, *kwargs.values())))):  # the batch
-            output = super().training_step(*args, **kwargs)
-        return driver.finish(output)
+        return driver.run(super().training_step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
