@@ -160,7 +160,7 @@ class GradientBucket:
     def pack(self, member: int, scale: float) -> None:
         """Move one large gradient into the buffer and add it to the value there; the parameter then has none."""
         position = self.position[member]
-        gradient = _take(self.params[position])
+        gradient = take_gradient(self.params[position])
         view = self.gradients()[position]
         if not scale:
             view.zero_()  # a gradient without weight may be nan, and 0 * nan is nan
@@ -183,7 +183,7 @@ class GradientBucket:
                 self.pack(self.members[position], scale)
             else:
                 targets.append(views[position])
-                gradients.append(_take(parameter))
+                gradients.append(take_gradient(parameter))
                 self.packed[position] = True
         if gradients:
             copy_all_(targets, gradients)
@@ -205,7 +205,7 @@ class GradientBucket:
         self.launched = False
 
 
-def _take(parameter: nn.Parameter) -> Tensor:
+def take_gradient(parameter: nn.Parameter) -> Tensor:
     """Remove and return the gradient of a parameter, dense even if it was sparse, as of `functional.embedding`."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None

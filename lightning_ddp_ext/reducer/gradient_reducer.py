@@ -108,9 +108,10 @@ class GradientReducer:
         )
         self.control = Control(self._group)
         self._weight_field, self._structure_field = self.control.add(), self.control.add()
-        self._make_sums(module, comm_hook, comm_state)
+        self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
+        self.buffers = BufferSynchronizer(module, self._group)
         self._weight = self._scale = 1.0
         self._divisor: float | None = None
         # A power of two near the total weight of the last synchronisation, so the same on every rank. Dividing by it
@@ -126,11 +127,6 @@ class GradientReducer:
         )
         self._hook_context = hook_context
         self.defer_hooks()
-
-    def _make_sums(self, module: nn.Module, comm_hook: CommHook | None, comm_state: object) -> None:
-        """Make what adds up gradients and buffers over ranks."""
-        self._transport = BucketTransport(self._group, comm_hook, comm_state)
-        self.buffers = BufferSynchronizer(module, self._group)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

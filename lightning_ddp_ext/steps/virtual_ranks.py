@@ -81,16 +81,15 @@ class VirtualStepDriver(StepDriver):
     @override
     def run(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the step on each part, with the backward pass of all parts but the last; return the last output."""
-        shared, weights, trainer, rank = self.balance.shared, self.weights, self._trainer, self._trainer.global_rank
+        shared, weights, trainer = self.balance.shared, self.weights, self._trainer
         assert shared is not None
         if self._passes and any(isinstance(one, LBFGS) for one in trainer.optimizers):
             raise UnsupportedFeatureError("`virtual_ranks` does not support L-BFGS, which needs the loss of all parts.")
-        sizes, first = even_chunks(sum(shared.sizes), self._parts), sum(shared.nominal[:rank])
-        own = [part for part in range(first, first + shared.nominal[rank]) if sizes[part]]
+        sizes = even_chunks(sum(shared.sizes), self._parts)
         if self._begins_window:
             self._unit = 1.0 if weights.is_sum else float(sum(sizes))
         unit = self._unit * self._accumulates
-        self._reducer.begin(shared.nominal, sizes, self._begins_window, unit, weights.is_sum)
+        own = self._reducer.begin(shared.nominal, sizes, self._begins_window, unit, weights.is_sum)
         if self.is_shadow:
             return self._follow()
         batches, *others = (*args, *kwargs.values())
@@ -115,7 +114,7 @@ class VirtualStepDriver(StepDriver):
                 self._factor = weights.weight / self._unit
                 if part != own[-1] and self._factor and not leaves_out_backward(trainer):
                     self._run_backward(loss)
-                self._reducer.end_part(part, weights.weight, part == own[-1])
+                self._reducer.end_part(part, weights.weight)
                 for key, value in logged_in_step(self.logged.records).items():
                     logged.setdefault(key, []).append((weights.log_weight, value))
         for key, values in logged.items() if log_weight else ():
