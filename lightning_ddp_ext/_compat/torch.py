@@ -342,18 +342,20 @@ def with_sampler(loader: DataLoader[Any], wrap: Callable[[Any], Any], collate_fn
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(changed).update({name: wrap(getattr(loader, name)), "collate_fn": collate_fn, "_iterator": None})
     if getattr(loader.dataset, "__getitems__", None):
-        vars(changed).update(dataset=_NotAskedForNothing(loader.dataset))
+        vars(changed).update(dataset=DatasetProxy(loader.dataset))
     return changed
 
 
-class _NotAskedForNothing:
+class DatasetProxy:
     """A dataset with `__getitems__`, which torch would call for a batch without samples too."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_dataset"], name)
+        if name == "_dataset":  # not set yet, while the object is unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]

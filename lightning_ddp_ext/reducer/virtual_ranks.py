@@ -23,7 +23,7 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 Node = tuple[int, int]
 """First leaf of a node of the tree, and its number of leaves, a power of two."""
 Values = list[Tensor | None]
-"""Tensors in a fixed order, with None for zeros."""
+"""Tensors in a fixed order, with None for nothing to add."""
 
 
 class NodeSums:
@@ -50,17 +50,15 @@ def nodes_of(run: range) -> list[Node]:
 
 
 def _add(older: Values, newer: Values) -> Values:
-    both, sums = [], list[Tensor | None]()
-    for one, other in zip(older, newer, strict=True):
-        alone = other if one is None else one if other is None else None
-        if one is not None and other is not None:
-            both.append((one, other))
-        elif alone is not None:
-            alone.add_(0.0)  # as a rank does that has received zeros: -0.0 + 0.0 is 0.0
-        sums.append(other if one is None else one)
+    both = [(one, other) for one, other in zip(older, newer, strict=True) if one is not None and other is not None]
     if both:
         add_all_(*zip(*both, strict=True))
-    return sums
+    return [other if one is None else one for one, other in zip(older, newer, strict=True)]
+
+
+def _or_nothing(value: Tensor | None, like: Tensor) -> Tensor:
+    # Not 0.0, which would change the sign of -0.0 if other ranks send zeros.
+    return torch.full_like(like, -0.0).reshape(-1) if value is None else value.reshape(-1)
 
 
 def _total(nodes: Sequence[Node], rows: Sequence[Values]) -> Values:
@@ -105,11 +103,8 @@ class TreeSum:
             chunk = -(-numel // self._ranks)
             flat = like.new_zeros(len(rows), self._ranks * chunk)
             for target, row in zip(flat, rows, strict=True):
-                found = [(row[member], tensors[member]) for member in members]
-                torch.cat(
-                    [(torch.zeros_like(like) if one is None else one).reshape(-1) for one, like in found],
-                    out=target[:numel],
-                )
+                found = [_or_nothing(row[member], tensors[member]) for member in members]
+                torch.cat(found, out=target[:numel])
             flat = flat.view(len(rows), self._ranks, chunk).transpose(0, 1).reshape(-1)
             received = like.new_empty(sum(map(len, self._nodes)), chunk)
             splits = [len(nodes) * chunk for nodes in self._nodes], [len(rows) * chunk] * self._ranks
@@ -240,8 +235,12 @@ class VirtualReducer(GradientReducer):
             self.buffers.write(self.buffers.start)
 
     def _push(self, part: int) -> None:
-        self._sums.push((part, 1), self._take())
         self.buffers.end_part(part, self._of_parts[part].value > 0)
+        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache. The last part
+        # comes after Lightning has dropped gradients.
+        run, is_odd = self._tree.run, part % 2
+        if is_odd or part >= run[-1] - 1:
+            self._sums.push((part - 1, 2) if is_odd and run[0] < part < run[-1] else (part, 1), self._take())
 
     @override
     def synchronize(self, weight: float = 1.0, *_: Any, **__: Any) -> Any:
@@ -252,6 +251,11 @@ class VirtualReducer(GradientReducer):
     def _finish(self) -> None:
         if self._tree.run:
             self._push(self._tree.run[-1])
+        if max(self._scheduler.predictor.counts, default=0) > 1:
+            raise UnsupportedFeatureError(
+                "with `virtual_ranks`, a backward pass gave a parameter several gradients one after another, as reused"
+                " layers do that are recomputed. Use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+            )
         for place, parameter in enumerate(self._parameters):  # any gradient shows that the parameter is used
             found = (values[place] for _, values in self._sums.entries)
             parameter.grad = next((one for one in found if one is not None), None)

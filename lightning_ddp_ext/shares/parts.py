@@ -1,5 +1,6 @@
 """Global batches of a fixed number of parts, of which each rank fetches a run; each part has its own random numbers."""
 
+import copy
 import hashlib
 import random
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.torch import has_torchs_iterator, with_sampler
+from lightning_ddp_ext._compat.torch import DatasetProxy, has_torchs_iterator
 from lightning_ddp_ext._devices import seed_rng
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, even_chunks
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -30,25 +31,21 @@ def seed_process(*numbers: int, device: torch.device | None = None) -> None:
         seed_rng(seed, device)
 
 
-class PartDataset:
+class PartDataset(DatasetProxy):
     """A dataset that fetches and collates each part of a batch by itself."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
-        self._dataset, self._collate = dataset, collate
+        super().__init__(dataset)
+        self._collate = collate
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # not set yet, while the object is being unpickled
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __getitems__(self, parts: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+    @override
+    def __getitems__(self, indices: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
         """Return the batches of the parts, given the seeds and the indices of each."""
         fetch, batches = getattr(self._dataset, "__getitems__", None), []
         with preserved_rng_state():
-            for seeds, indices in parts:
+            for seeds, part in indices:
                 seed_process(*seeds)
-                samples = fetch(indices) if callable(fetch) else [self._dataset[index] for index in indices]
-                batches.append(self._collate(samples))
+                batches.append(self._collate(fetch(part) if callable(fetch) else [self._dataset[one] for one in part]))
         return batches
 
 
@@ -94,14 +91,21 @@ class PartTable(ShareTable):
         return *self._seeds(), number - self._first
 
     @override
-    def check_loaders(self, loaders: Sequence[Any]) -> None:
-        for one in loaders:
-            if len(loaders) > 1 or not has_torchs_iterator(one) or isinstance(one.dataset, IterableDataset):
-                found = f"`{type(one).__name__}` of `{type(getattr(one, 'dataset', one)).__name__}`"
-                raise UnsupportedFeatureError(
-                    "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a"
-                    f" batch size, got {len(loaders)} with {found}. Leave `virtual_ranks` out."
-                )
+    def check_batch_size(self, batch_size: int | None) -> None:
+        pass  # ranks without a part with samples are expected
+
+    @override
+    def prepare(self, loaders: Sequence[Any]) -> Sequence[Any]:
+        one = loaders[0]
+        if len(loaders) > 1 or not has_torchs_iterator(one) or isinstance(one.dataset, IterableDataset):
+            found = f"`{type(one).__name__}` of `{type(getattr(one, 'dataset', one)).__name__}`"
+            raise UnsupportedFeatureError(
+                "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a batch"
+                f" size, got {len(loaders)} with {found}. Leave `virtual_ranks` out."
+            )
+        prepared = copy.copy(one)
+        vars(prepared).update(dataset=PartDataset(one.dataset, one.collate_fn), collate_fn=list, _iterator=None)
+        return [prepared]
 
     @override
     def division(self, number: int, is_training: bool) -> Division:
@@ -110,9 +114,3 @@ class PartTable(ShareTable):
             return plain
         own = self._parts, self.seeds(number)
         return PartDivision(plain.rule, plain.ranks, plain.shares, plain.limits, False, None, *own)
-
-    @override
-    def make_loader(self, loader: Any, draw: Callable[[Any], Any], collate: Callable[[Any], Any]) -> Any:
-        changed = with_sampler(loader, draw, list)
-        vars(changed).update(dataset=PartDataset(loader.dataset, collate))
-        return changed

@@ -1,14 +1,14 @@
 """The sizes of the ranks' shares of every global batch."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_ddp_ext._compat.torch import BatchNorm, with_sampler
+from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.batches.balance_controller import divide_by_shares
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, avoid_single_samples
 from lightning_ddp_ext.errors import BatchSplitError
@@ -99,14 +99,9 @@ class ShareTable:
         # (number of the first batch, shares, limits)
         self._changes: list[tuple[int, list[float], list[int | None]]] = []
 
-    def make_loader(self, loader: Any, draw: Callable[[Any], Any], collate: Callable[[Any], Any]) -> Any:
-        """Return a copy of a training loader that fetches the indices of `draw`, of which there may be none."""
-        return with_sampler(loader, draw, collate)
-
-    def check_loaders(self, loaders: Sequence[Any]) -> None:
-        """Raise an error if a rank gets no sample of the batches of a training loader, although it has a share."""
-        for one in loaders:
-            self.check_batch_size(getattr(getattr(one, "batch_sampler", None), "batch_size", None))
+    def prepare(self, loaders: Sequence[Any]) -> Sequence[Any]:
+        """Return the training loaders, or copies that fetch what ranks get."""
+        return loaders
 
     def check_batch_size(self, batch_size: int | None) -> None:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""

@@ -78,8 +78,7 @@ class SharedLoader:
         elif not self._is_fetched_whole:
             if batches.cost is not None:
                 rank_zero_info(f"`cost` reads every sample of `{type(loader.dataset).__name__}` before training.")
-            make = batches.table.make_loader if batches.is_training else with_sampler
-            self.loader = make(loader, draw, ShareCollate(collate))
+            self.loader = with_sampler(loader, draw, ShareCollate(collate))
         elif not self._is_iterable:
             self.loader = with_sampler(loader, draw, collate)
 
@@ -230,9 +229,10 @@ class SharedSource(StepSource):
         """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
         if [id(given) for given, _ in self._loaders] != [id(one) for one in loader.flattened]:
             is_training = loader.rng is not None
+            prepared = self._table.prepare(loader.flattened) if is_training else loader.flattened
             self._loaders = [
-                (one, SharedLoader(one, GlobalBatches(self._table, self._group, is_training, one), self._batch_dim))
-                for one in loader.flattened
+                (given, SharedLoader(one, GlobalBatches(self._table, self._group, is_training, one), self._batch_dim))
+                for given, one in zip(loader.flattened, prepared, strict=True)
             ]
             lead = agree_on_lead([shared for _, shared in self._loaders], self._group)
             if is_training:

@@ -176,7 +176,8 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         loader = StepLoader(*iterables_and_mode(given, is_training=rng is not None), source, rng)
         if rng is not None:
             self._training_loader, self._sampler_states = loader, []
-            self._table.check_loaders(loader.flattened)
+            for one in loader.flattened:
+                self._table.check_batch_size(getattr(getattr(one, "batch_sampler", None), "batch_size", None))
         self._loaders.add(loader)
         return loader
 

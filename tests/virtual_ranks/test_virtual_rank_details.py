@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPJoinStrategy
@@ -16,7 +17,7 @@ from lightning_ddp_ext import fabric as for_fabric
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, nodes_of
+from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, _or_nothing, nodes_of
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
 from tests.support.training import quiet_trainer
@@ -48,14 +49,15 @@ def test_ranks_add_the_largest_nodes_of_their_parts_whatever_the_cuts(parts: int
             assert torch.equal(value, alone)  # does not depend on the other parts of the rank
 
 
-def test_a_sum_with_nothing_is_a_sum_with_zeros_to_the_sign_of_a_zero() -> None:
+def test_a_sum_with_nothing_keeps_the_sign_of_a_zero_as_the_message_of_nothing_does() -> None:
     sums = NodeSums()
     sums.push((0, 1), [torch.tensor([-0.0, 1.0]), None])
     sums.push((1, 1), [None, None])
     ((_, (value, nothing)),) = sums.entries
     assert nothing is None
-    assert not value[0].signbit()
-    assert value[1] == 1
+    sent = torch.tensor([-0.0, 1.0]) + _or_nothing(None, value)
+    assert value.signbit().tolist() == sent.signbit().tolist() == [True, False]
+    assert value[1] == sent[1] == 1
 
 
 # ---------------------------------------------------------------- training
@@ -213,6 +215,14 @@ class Growing(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Reusing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        values = batch[0].flatten(1).requires_grad_()
+        for _ in range(2):
+            values = checkpoint(self.network, values, use_reentrant=True)
+        return values.sum()
+
+
 REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
     "manual optimization": (Adversaries, images),
     "on_before_batch_transfer": (lambda: Moving(perceptron()), images),
@@ -222,6 +232,7 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
     "map-style dataset": (lambda: Classifier(perceptron()), lambda: DataLoader(Stream(), batch_size=8)),
     "single training loader": (lambda: Classifier(perceptron()), lambda: [images(), images()]),
     "a buffer": (lambda: Growing(perceptron()), images),
+    "use_reentrant=False": (lambda: Reusing(nn.Linear(64, 64)), images),
     "L-BFGS": (lambda: Classifier(perceptron(), torch.optim.LBFGS), images),
 }
 
