@@ -19,7 +19,12 @@ from lightning_ddp_ext._lightning import (
 )
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_flag, check_integer
-from lightning_ddp_ext.consistency import ReplicaDifference, find_difference, name_training_state
+from lightning_ddp_ext.consistency import (
+    ReplicaDifference,
+    find_difference,
+    hash_training_state,
+    name_training_state,
+)
 from lightning_ddp_ext.errors import ReplicaMismatchError
 
 _REACTIONS = ("raise", "warn")
@@ -30,11 +35,12 @@ class ReplicaConsistency(Callback):
 
     The number of steps and the settings of the optimizers, such as learning rates, are compared too. Equal replicas
     are read once and cost a collective of 8 bytes per rank. After a difference, every rank names the first tensor that
-    differs, the ranks, and the size of the difference.
+    differs, the ranks, and the size of the difference. When training ends, the SHA-256 of the training state is logged,
+    also on a single process, to compare runs.
 
     The callback works with `ddp` and strategies derived from it, which keep a whole replica on every rank. With other
-    strategies and with a single process it does nothing, and prints the reason once. The state of optimizers that are
-    sharded over ranks is skipped.
+    strategies and with a single process it compares nothing, and prints the reason once. The state of optimizers that
+    are sharded over ranks is skipped.
 
     Args:
         every_n_steps: Compare after this many optimizer steps (`trainer.global_step`); under manual optimization,
@@ -118,6 +124,9 @@ class ReplicaConsistency(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        state = hash_of_training(trainer, pl_module)
+        if state is not None:
+            rank_zero_info(f"The training state after {trainer.global_step} optimizer steps has the SHA-256 {state}.")
         if not self._active:
             return
         if self._batches > self._compared_batches:
@@ -176,6 +185,14 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
     if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):  # a DTensor
         return "parameters are sharded over ranks"
     return None
+
+
+def hash_of_training(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return the SHA-256 of the training state without sharded optimizers; None if parameters are sharded."""
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    if is_sharded or (trainer.world_size > 1 and _why_not(trainer, module) is not None):
+        return None
+    return hash_training_state(module, [one for one in trainer.optimizers if not _is_sharded(one)])
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

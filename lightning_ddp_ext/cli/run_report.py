@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_ddp_ext._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_ddp_ext._output import print_table
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
+from lightning_ddp_ext.callbacks.replica_consistency import hash_of_training
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
@@ -39,6 +40,7 @@ class LaunchSummary(Callback):
         self.has_begun = False
         self.resumes: str | None = None  # the checkpoint that the run is to resume from
         self.title = ""  # of the plot
+        self.state: str | None = None  # hash of the training state at the end of training
         self._folder = folder
         self._strategy = strategy
 
@@ -90,6 +92,11 @@ class LaunchSummary(Callback):
 
     on_sanity_check_start = on_train_start
 
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.state = hash_of_training(trainer, pl_module)
+
 
 def _describe_devices(trainer: Trainer, batch_size: int | None) -> str:
     strategy = trainer.strategy
@@ -102,13 +109,15 @@ def _describe_devices(trainer: Trainer, batch_size: int | None) -> str:
     return "\n".join(lines)
 
 
-def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) -> None:
+def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path, state: str | None = None) -> None:
     """Print the test results and the files of the run folder."""
     table = two_columns("Result")
     for name, value in sorted(results.items()):
         table.add_row(name, f"{value:.4f}")
     if trainer.global_step:
         table.add_row("optimizer steps", str(trainer.global_step))
+    if state is not None:
+        table.add_row("SHA-256 of training", state)
     written = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     # A logger's folder, which may hold many files, is one line.
     files = sorted({str(path) if path.parent.name in {"", "checkpoints"} else f"{path.parts[0]}/" for path in written})

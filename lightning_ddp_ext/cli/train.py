@@ -83,7 +83,7 @@ def train(config: DictConfig) -> float | None:
     (run.folder / RESULTS).write_text(json.dumps({**trained, **evaluated}, indent=2))
     if config.plot and config.mode == "train":
         draw_run(run.folder, trainer, run.summary.title)
-    print_results(evaluated, trainer, run.folder)
+    print_results(evaluated, trainer, run.folder, run.summary.state)
     return read_metric(run.folder, config.optimized_metric)
 
 

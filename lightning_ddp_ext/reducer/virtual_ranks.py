@@ -236,7 +236,7 @@ class VirtualReducer(GradientReducer):
 
     def _push(self, part: int) -> None:
         self.buffers.end_part(part, self._of_parts[part].value > 0)
-        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache. The last part
+        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache; the last one
         # comes after Lightning has dropped gradients.
         run, is_odd = self._tree.run, part % 2
         if is_odd or part >= run[-1] - 1:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency, replica_consistency
-from lightning_ddp_ext.consistency import name_training_state
+from lightning_ddp_ext.consistency import hash_training_state, name_training_state
 from lightning_ddp_ext.distributed.exchange import gather_objects
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from tests.support.processes import run_processes
@@ -272,8 +272,13 @@ def test_one_process_has_nothing_to_compare(make, devices, monkeypatch):
     monkeypatch.setattr(replica_consistency, "rank_zero_info", printed.append)
     consistency = ReplicaConsistency(every_n_steps=1)
     options = {"precision": "64-true", "max_epochs": 2, "limit_train_batches": 2}
-    quiet_trainer(make(), devices, callbacks=[consistency], **options).fit(Classifier(), batches())
-    assert printed == ["ReplicaConsistency compares nothing: there is one process."]
+    trainer, module = quiet_trainer(make(), devices, callbacks=[consistency], **options), Classifier()
+    trainer.fit(module, batches())
+    state = hash_training_state(module, trainer.optimizers)
+    assert printed == [
+        "ReplicaConsistency compares nothing: there is one process.",
+        f"The training state after 4 optimizer steps has the SHA-256 {state}.",
+    ]
     assert (consistency.comparisons, consistency.seconds) == (0, 0)
 
 

@@ -25,7 +25,7 @@ def test_the_default_run_learns_and_writes_every_file(tmp_path):
     done = command(tmp_path, "strategy.gpu0_batch_size=8", umask=0)
     for expected in (
         "replica 0 on cpu: 8 samples", "replica 1 on cpu: 24 samples", "global batch size", "steps per epoch",
-        "test_accuracy",
+        "test_accuracy", "SHA-256 of training",
     ):  # fmt: skip
         assert expected in done.stdout
     assert (done.stdout + done.stderr).count("GPU available") == 1  # by Lightning's handler, and not by Hydra's too

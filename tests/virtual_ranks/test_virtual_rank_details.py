@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -20,6 +21,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, _or_nothing, nodes_of
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
+from tests.support.devices import accelerator
 from tests.support.training import quiet_trainer
 from tests.virtual_ranks.models import CLASSES, Classifier, Images, convolutions, perceptron
 
@@ -178,6 +180,20 @@ def test_shares_by_speed_are_numbers_of_virtual_ranks() -> None:
     assert balancer.controller is not None
     decisions = [balancer.controller.observe([4, 4], [0.3, 0.1]) for _ in range(10)]
     assert [str(one).split(", because")[0] for one in decisions if one] == ["from 4, 4 to 2, 6 virtual ranks"]
+
+
+def scale_in_half_precision(folder: str) -> tuple[str, float]:
+    seed_everything(1, verbose=False)
+    module, scaler = Classifier(perceptron()), torch.amp.GradScaler(accelerator(), init_scale=2.0**24)
+    precision = {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator(), scaler)]}
+    trainer, _ = fit(module, images(24, shuffle=True), strategy=virtual(), max_epochs=5, **precision)
+    return hash_training_state(module, trainer.optimizers), scaler.get_scale()
+
+
+def test_a_gradient_scaler_skips_the_same_steps() -> None:
+    (alone,) = values_of(run_on_ranks(1, {"scaler": scale_in_half_precision}), "scaler")
+    assert values_of(run_on_ranks(2, {"scaler": scale_in_half_precision}), "scaler") == [alone] * 2
+    assert 2.0**10 < alone[1] < 2.0**24  # and other steps are made
 
 
 def test_workers_draw_the_numbers_of_the_main_process() -> None:
