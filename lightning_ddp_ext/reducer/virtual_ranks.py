@@ -75,7 +75,7 @@ def _total(nodes: Sequence[Node], rows: Sequence[Values]) -> Values:
 class TreeSum:
     """Adds the sums of all ranks along the tree: each rank adds the nodes of all ranks in a range of the elements.
 
-    `run` are the parts with samples of this rank in the current batch, and `sizes` the samples of each part.
+    `run` are the parts of this rank in the current batch, and `sizes` the samples of each part.
     """
 
     def __init__(self, group: dist.ProcessGroup, cap: int) -> None:
@@ -87,8 +87,7 @@ class TreeSum:
 
     def begin(self, numbers: Sequence[int], sizes: Sequence[int]) -> None:
         """Begin a batch, of which the ranks compute these numbers of parts."""
-        ends = [min(end, len(sizes) - sizes.count(0)) for end in (0, *accumulate(numbers))]  # the last may be empty
-        runs = [range(start, end) for start, end in pairwise(ends)]
+        runs = [range(start, end) for start, end in pairwise((0, *accumulate(numbers)))]
         self._nodes = [*map(nodes_of, runs)]
         self.run, self.sizes = runs[self._rank], [*sizes]
 

@@ -144,7 +144,7 @@ class SharedSampler:
         has_drawn_all = type(order) in (SequentialSampler, RandomSampler)
         while indices is not None:
             if self.is_cut:
-                indices = _as_sequence(indices)
+                indices = as_sequence(indices)
                 costs = None if self.costs is None else self._costs_of(indices)
                 divided = self.batches.share(len(indices), hash_of(indices), costs)
                 indices = divided.own(indices, self.batches.rank)
@@ -174,7 +174,7 @@ class SharedSampler:
             restore_states(generators, broadcast_object(states, self.batches.group, 0))
 
 
-def _as_sequence(indices: Any) -> Any:
+def as_sequence(indices: Any) -> Any:
     """Return the indices of a batch as something to slice."""
     if isinstance(indices, list | tuple | torch.Tensor | numpy.ndarray):
         return indices

@@ -99,10 +99,6 @@ class ShareTable:
         # (number of the first batch, shares, limits)
         self._changes: list[tuple[int, list[float], list[int | None]]] = []
 
-    def prepare(self, loaders: Sequence[Any]) -> Sequence[Any]:
-        """Return the training loaders, or copies that fetch what ranks get."""
-        return loaders
-
     def check_batch_size(self, batch_size: int | None) -> None:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
         if not isinstance(batch_size, int):

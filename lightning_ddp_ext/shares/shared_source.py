@@ -200,6 +200,7 @@ class SharedSource(StepSource):
         has_next_batch: HasNextBatch | None = None,
         resumed_states: Sequence[Any] = (),
         finished: Finished = none_finished,
+        prepare: Callable[[Sequence[Any]], Sequence[Any]] = list,
     ) -> None:
         self._group = group
         self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -211,6 +212,7 @@ class SharedSource(StepSource):
         # States of the samplers' generators. A resumed run may have other ranks, to which no other states belong.
         self._resumed_states = resumed_states
         self._finished = finished
+        self._prepare = prepare  # returns loaders, or copies of them, whose batches are shared
         self._loaders: list[tuple[Any, SharedLoader]] = []  # with the loaders for which they were made
         self._started_with: list[Any] = []
         self._stand_ins: dict[int, list[Any]] = {}
@@ -229,10 +231,9 @@ class SharedSource(StepSource):
         """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
         if [id(given) for given, _ in self._loaders] != [id(one) for one in loader.flattened]:
             is_training = loader.rng is not None
-            prepared = self._table.prepare(loader.flattened) if is_training else loader.flattened
             self._loaders = [
                 (given, SharedLoader(one, GlobalBatches(self._table, self._group, is_training, one), self._batch_dim))
-                for given, one in zip(loader.flattened, prepared, strict=True)
+                for given, one in zip(loader.flattened, self._prepare(loader.flattened), strict=True)
             ]
             lead = agree_on_lead([shared for _, shared in self._loaders], self._group)
             if is_training:

@@ -28,7 +28,7 @@ from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch
 from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
-from lightning_ddp_ext.shares.parts import PartTable, seed_process
+from lightning_ddp_ext.shares.parts import PartSampler, cut_loader, seed_process
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import StepDriver
 
@@ -66,17 +66,20 @@ class VirtualStepDriver(StepDriver):
     def begin(self, batch: Any, fetched: FetchedBatch) -> bool:
         if not self._trainer.training:
             return super().begin(batch, fetched)
-        assert fetched.shares is not None
-        samples = fetched.shares.sizes[self._trainer.global_rank]
-        super().begin([], fetched._replace(samples=samples))  # `run` begins with each part
+        super().begin([], fetched)  # `run` begins with each part
         return True
 
+    def cut(self, seed: int, loaders: Sequence[Any]) -> list[Any]:
+        """Return the training loader with batches of parts, which the ranks share."""
+        self._seeds: Callable[[], tuple[int, ...]] = lambda: (seed, self._trainer.current_epoch)
+        loader = cut_loader(loaders, self._parts, self._seeds)
+        self._sampler: PartSampler = loader.batch_sampler
+        return [loader]
+
     def _seed(self, part: int) -> None:
-        shared = self.balance.shared
-        assert shared is not None
-        assert isinstance(shared.table, PartTable)
         # The loader has used the same numbers without the last one.
-        seed_process(*shared.table.seeds(shared.number), part, 1, device=self._trainer.strategy.root_device)
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        seed_process(*self._seeds(), index, part, 1, device=self._trainer.strategy.root_device)
 
     @override
     def run(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -85,11 +88,12 @@ class VirtualStepDriver(StepDriver):
         assert shared is not None
         if self._passes and any(isinstance(one, LBFGS) for one in trainer.optimizers):
             raise UnsupportedFeatureError("`virtual_ranks` does not support L-BFGS, which needs the loss of all parts.")
-        sizes = even_chunks(sum(shared.sizes), self._parts)
+        samples = self._sampler.sizes[trainer.fit_loop.epoch_loop.batch_idx]
+        sizes = even_chunks(samples, self._parts)
         if self._begins_window:
-            self._unit = 1.0 if weights.is_sum else float(sum(sizes))
+            self._unit = 1.0 if weights.is_sum else float(samples)
         unit = self._unit * self._accumulates
-        own = self._reducer.begin(shared.nominal, sizes, self._begins_window, unit, weights.is_sum)
+        own = self._reducer.begin(shared.sizes, sizes, self._begins_window, unit, weights.is_sum)
         if self.is_shadow:
             return self._follow()
         batches, *others = (*args, *kwargs.values())

@@ -18,7 +18,6 @@ from lightning_ddp_ext.loaders.predictions import PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
 from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
-from lightning_ddp_ext.shares.parts import PartTable
 from lightning_ddp_ext.shares.share_table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.steps.balancer import RankTimes, ShareBalancer, has_own_memory
@@ -138,12 +137,8 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self._seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
         self._sampler_states = resumed.get("samplers", [])
         self._training_loader = None
-        if parts is None:
-            self._table = ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
-        else:
-            compare_environments(resumed.get("virtual_ranks", {}), self._environment())
-            trainer, seed = self.module.trainer, self._seed
-            self._table = PartTable(self._rule, self.world_size, parts, lambda: (seed, trainer.current_epoch))
+        avoids_single = parts is None and refuses_single_samples(self.module)
+        self._table = ShareTable(self._rule, self.world_size, avoids_single, self._cost)
         balance.add(self._table)
         if resumed and balance.load_state_dict(resumed["controller"]):
             self._table.load_state_dict(resumed["table"])
@@ -151,6 +146,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         by_cost = "" if self._cost is None else ", in units of `cost`"
         self.division = f"the ranks share each batch of the loader {shares}{by_cost}"
         if parts is not None:
+            compare_environments(resumed.get("virtual_ranks", {}), self._environment())
             self.division = f"{parts} virtual ranks with {torch.get_num_threads()} threads; {self.division}"
         return balance
 
@@ -172,6 +168,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
             HasNextBatch(driver.group) if rng is None else driver.ahead,
             [] if rng is None else self._sampler_states,
             none_finished if driver.predictions is None else driver.predictions.finished,
+            partial(driver.cut, self._seed) if isinstance(driver, VirtualStepDriver) and rng is not None else list,
         )
         loader = StepLoader(*iterables_and_mode(given, is_training=rng is not None), source, rng)
         if rng is not None:
