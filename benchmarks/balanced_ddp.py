@@ -5,6 +5,8 @@
 - Equal ranks compute. `ddp` and `ddp_join` get half of the batch on each rank, `balanced_dp` has two replicas.
 - Sequences of 8 to 512 tokens, most of them short: ranks sleep for the tokens of their share, without and
   with padding.
+- 8 virtual ranks on one rank, against the same micro-batches; on two ranks, against one; and the bytes of gradients
+  that a rank sends in a step, relative to an all-reduce.
 
 Contenders run in turn, round after round; a ratio is the median of the ratios within rounds, with its 95 % interval. A
 step includes its fetch. Run it with `python benchmarks/balanced_ddp.py --rounds 9`; it takes a quarter of an hour, and
@@ -14,13 +16,13 @@ wants two free cores.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from measuring.command import describe_machine, print_with_load, start_parser
 from measuring.comparison import make_columns
 from measuring.estimates import estimate_median, format_ratio
-from measuring.models import TINY
+from measuring.models import DEEP, TINY
 from measuring.sharing import (
     BATCH,
     LAST,
@@ -29,6 +31,7 @@ from measuring.sharing import (
     RANKS,
     SLEEPING,
     SORTED_LENGTHS,
+    count_bytes,
     follow,
     length_of,
     measure,
@@ -38,6 +41,7 @@ from tests.support.processes import run_processes
 
 TRIED = (8, 12, 14, 16, 18, 20, 24)  # samples of the slow rank
 EVEN = {"balance": "even"}
+PARTS = 8  # virtual ranks
 LIMIT = 580.0  # seconds for the runs of one launch
 
 
@@ -90,6 +94,19 @@ def main() -> None:
         cost = "padded_length" if work == PADDED_LENGTHS else length_of
         by_cost = values[work] = run(measure, {"cost": {**EVEN, "cost": cost}, "even": EVEN}, work, rounds, steps)
         table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
+    for case in (DEEP, "transformer"):
+        found = values[f"virtual, {case}"] = {"virtual": [], "micro": [], "two": []}
+        for _ in range(rounds):
+            alone = {"virtual": {"virtual_ranks": PARTS, "ranks": 1}, "micro": {"micro_batches": PARTS, "ranks": 1}}
+            times = run(measure, alone, case, 1, steps, ranks=1)
+            times |= run(measure, {"two": {"virtual_ranks": PARTS}}, case, 1, steps)
+            for name, seconds in times.items():
+                found[name] += seconds
+        table.add(f"{PARTS} virtual ranks, {case}: one rank / micro-batches", found, "virtual", "micro", "1.05")
+        table.add(f"{PARTS} virtual ranks, {case}: two ranks / one", found, "two", "virtual", "0.55")
+    for ranks, target in ((2, "1.00"), (3, "1.6"), (4, "1.00")):
+        shares = values[f"bytes on {ranks} ranks"] = run_processes(count_bytes, ranks, ranks, PARTS, timeout=LIMIT)
+        table.table.add_row(f"bytes / all-reduce, {ranks} ranks", f"{fmean(shares):.2f}", "", "", target)
 
     swaps = values["steps after a swap"] = [run(follow, steps) for _ in range(rounds)]
     after_swap = f"Steps after a swap of the speeds (target 15): {', '.join(map(str, swaps))}."

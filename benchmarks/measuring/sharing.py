@@ -9,13 +9,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
 from measuring.fitting import StepTimes, make_trainer
-from measuring.models import CASES, CLASSES
+from measuring.models import CASES, CLASSES, DEEP
 
 RANKS = 2
 BATCH = 64
@@ -107,11 +108,14 @@ def train(contender: Contender, work: str, steps: int) -> tuple[Network, StepTim
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     batch_size = CASES[work].batch_size if work in CASES else SEQUENCES if "lengths" in work else BATCH
+    options = {} if isinstance(contender, str) else {**contender}
+    micro_batches, devices = options.pop("micro_batches", 1), options.pop("ranks", RANKS)
     module, data, times = Network(work, steps // 2), Samples(work, batch_size * steps), StepTimes()
-    is_own_batch = contender in ("ddp", "ddp_join")
-    strategy = contender if isinstance(contender, str) else BalancedDDPStrategy(**contender)
-    trainer = make_trainer(strategy, times, devices=RANKS, max_epochs=1, plugins=[])
-    trainer.fit(module, DataLoader(data, batch_size // RANKS if is_own_batch else batch_size, collate_fn=collate))
+    batch_size //= RANKS if contender in ("ddp", "ddp_join") else micro_batches
+    strategy = contender if isinstance(contender, str) else BalancedDDPStrategy(**options)
+    options = {"devices": devices, "max_epochs": 1, "plugins": [], "accumulate_grad_batches": micro_batches}
+    make_trainer(strategy, times, **options).fit(module, DataLoader(data, batch_size, collate_fn=collate))
+    times.ends = times.ends[::micro_batches]
     return module, times
 
 
@@ -122,6 +126,23 @@ def measure(contenders: Mapping[str, Contender], work: str, rounds: int, steps: 
         for name in list(contenders)[:: -1 if number % 2 else 1]:
             found[name].append(median(train(contenders[name], work, steps)[1].counted[-LAST:]))
     return found
+
+
+def count_bytes(ranks: int, virtual_ranks: int) -> float:
+    """Return the bytes of gradients that this rank sends in a step, relative to a rank in a ring's all-reduce."""
+    bytes_of, to_all, gather = list[int](), dist.all_to_all_single, dist.all_gather
+
+    def send(received: Tensor, sent: Tensor, into: list[int], splits: list[int], **options: Any) -> Any:
+        bytes_of.append((len(sent) - splits[dist.get_rank()]) * sent.element_size())
+        return to_all(received, sent, into, splits, **options)
+
+    def give(gathered: list[Tensor], own: Tensor, **options: Any) -> Any:
+        bytes_of.append((len(gathered) - 1) * own.nbytes)
+        return gather(gathered, own, **options)
+
+    dist.all_to_all_single, dist.all_gather = send, give
+    module, _ = train({"virtual_ranks": virtual_ranks, "ranks": ranks}, DEEP, 2)
+    return sum(bytes_of) / 2 / (2 * (ranks - 1) / ranks * sum(one.nbytes for one in module.parameters()))
 
 
 def follow(steps: int) -> int | None:
