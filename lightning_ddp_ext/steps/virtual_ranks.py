@@ -27,7 +27,7 @@ from lightning_ddp_ext.batches.weights import BatchWeights
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch
-from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
+from lightning_ddp_ext.reducer.virtual_reducer import VirtualReducer
 from lightning_ddp_ext.shares.parts import PartSampler, cut_loader, seed_process
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import StepDriver

@@ -16,7 +16,7 @@ from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
 from lightning_ddp_ext.loaders.predictions import PredictionsOn, none_finished
 from lightning_ddp_ext.loaders.step_loader import StepLoader, iterables_and_mode
-from lightning_ddp_ext.reducer.virtual_ranks import VirtualReducer
+from lightning_ddp_ext.reducer.virtual_reducer import VirtualReducer
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.share_table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource

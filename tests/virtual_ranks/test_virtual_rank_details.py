@@ -18,7 +18,7 @@ from lightning_ddp_ext import fabric as for_fabric
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.reducer.virtual_ranks import NodeSums, _or_nothing, nodes_of
+from lightning_ddp_ext.reducer.virtual_reducer import NodeSums, _or_nothing, nodes_of
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
 from tests.support.devices import accelerator
