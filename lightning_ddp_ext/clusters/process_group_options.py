@@ -1,16 +1,26 @@
 """Process-group arguments of the strategies: how they are checked, and how they open the process group."""
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext._compat.lightning import start_method_of
-from lightning_ddp_ext._lightning import ClusterEnvironment, DDPStrategy, FabricDDPStrategy, FSDPStrategy
+from lightning_ddp_ext._lightning import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    FabricDDPStrategy,
+    FSDPStrategy,
+    Precision,
+)
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import as_timeout, check_choice, check_text
+from lightning_ddp_ext._validation import as_timeout, check_choice, check_integer, check_text
 from lightning_ddp_ext.clusters.environments import check_has_rank, check_tasks, rendezvous_port
 from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend, reserve_descriptors
@@ -22,6 +32,16 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 ProcessStrategy = DDPStrategy | FSDPStrategy | FabricDDPStrategy  # one process per device
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+_KINDS: dict[str, Any] = {
+    "accelerator": Accelerator,
+    "checkpoint_io": CheckpointIO,
+    "cluster_environment": ClusterEnvironment,
+    "ddp_comm_hook": Callable,
+    "ddp_comm_wrapper": Callable,
+    "parallel_devices": Sequence,
+    "precision_plugin": Precision,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,3 +169,18 @@ def choose_start_method(start_method: StartMethod | None) -> StartMethod:
             f" interpreter can import, got {start_method!r}. Leave it out, or run the code as a script."
         )
     return start_method
+
+
+def check_objects(*, parallel_devices: object = None, model_averaging_period: object = None, **objects: object) -> None:
+    """Raise a TypeError if an argument that is passed on to Lightning's strategy is not of the class of its name."""
+    for name, value in {"parallel_devices": parallel_devices, **objects}.items():
+        kind = _KINDS[name]
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be of {kind.__qualname__}, got {value!r}. Leave it out for the default.")
+    if isinstance(parallel_devices, Sequence) and not all(isinstance(one, torch.device) for one in parallel_devices):
+        raise TypeError(
+            f"`parallel_devices` must hold instances of torch.device, got {parallel_devices!r}. Leave it out for the"
+            " Trainer's `devices`."
+        )
+    if model_averaging_period is not None:
+        check_integer("model_averaging_period", model_averaging_period, least=1, remedy="Use a number of steps.")

@@ -31,6 +31,7 @@ from lightning_ddp_ext.batches.balance_controller import BalanceController, Peak
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule, avoid_single_samples
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.environments import check_has_rank
+from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.prefetching import Prefetcher, has_streams, pin
 from lightning_ddp_ext.loaders.step_loader import combine_evenly
@@ -192,6 +193,11 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
         self._weight_rule = WeightRule(weight_by, rank_zero_info)
+        base: dict[str, Any] = {
+            "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }  # fmt: skip
+        check_objects(**base)
         self.weight_by = weight_by
         self.batch_dim = batch_dim
         self.prefetch = prefetch
@@ -199,10 +205,7 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         self._replicated: ReplicatedModule | None = None
         self._last = BatchRecord()
         self._dataloader_idx = 0
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )  # fmt: skip
+        super().__init__(**base)
 
     @property
     def devices(self) -> list[torch.device]:

@@ -48,7 +48,7 @@ from lightning_ddp_ext._output import log_start, rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_flag, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import BatchWeights, WeightBy
-from lightning_ddp_ext.clusters.process_group_options import StartMethod
+from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.loaders.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
@@ -160,14 +160,16 @@ class ExplicitDDPStrategy(
         refuse_unknown(unknown, type(self))
         check_flag("move_to_device", move_to_device)
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
-        if model_averaging_period is not None:
-            check_integer("model_averaging_period", model_averaging_period, least=1, remedy="Use a number of steps.")
+        objects: dict[str, Any] = {
+            "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
+            "cluster_environment": cluster_environment, "precision_plugin": precision_plugin,
+            "ddp_comm_hook": ddp_comm_hook, "ddp_comm_wrapper": ddp_comm_wrapper,
+            "model_averaging_period": model_averaging_period,
+        }  # fmt: skip
+        check_objects(**objects)
         self._watch = TrainerWatchdog(stall_timeout)
         super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, checkpoint_io=checkpoint_io,
-            cluster_environment=cluster_environment, precision_plugin=precision_plugin,
-            ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper, ddp_comm_state=ddp_comm_state,
-            model_averaging_period=model_averaging_period, process_group_backend=process_group_backend, timeout=timeout,
+            **objects, ddp_comm_state=ddp_comm_state, process_group_backend=process_group_backend, timeout=timeout,
             init_method=init_method, network_interface=network_interface, start_method=start_method,
             bucket_cap_mb=bucket_cap_mb, weight_by=weight_by, batch_dim=batch_dim,
             activation_checkpointing=activation_checkpointing,
