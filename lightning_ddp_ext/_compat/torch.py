@@ -333,16 +333,19 @@ def has_torchs_methods(loader: DataLoader[Any], *others: str) -> bool:
     return all(getattr(type(loader), name).__module__ in _MODULES for name in names)
 
 
-def with_sampler(loader: DataLoader[Any], wrap: Callable[[Any], Any], collate_fn: Callable[[Any], Any]) -> Any:
+def with_sampler(
+    loader: DataLoader[Any], wrap: Callable[[Any], Any], collate_fn: Callable[[Any], Any], dataset: Any = None
+) -> Any:
     """Return a copy of a loader whose indices come from `wrap` of its sampler, with another collate function.
 
-    This is the batch sampler, or the sampler of a loader without one. torch refuses to set either.
+    This is the batch sampler, or the sampler of a loader without one. torch refuses to set either, or the dataset.
     """
     changed = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(changed).update({name: wrap(getattr(loader, name)), "collate_fn": collate_fn, "_iterator": None})
-    if getattr(loader.dataset, "__getitems__", None):
-        vars(changed).update(dataset=DatasetProxy(loader.dataset))
+    if dataset is None and getattr(loader.dataset, "__getitems__", None):
+        dataset = DatasetProxy(loader.dataset)
+    vars(changed).update(dataset=loader.dataset if dataset is None else dataset)
     return changed
 
 

@@ -1,10 +1,10 @@
 """Global batches that are cut into parts, each with its own random numbers; ranks share the parts as if samples."""
 
-import copy
 import hashlib
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.torch import DatasetProxy, has_torchs_iterator
+from lightning_ddp_ext._compat.torch import DatasetProxy, has_torchs_iterator, with_sampler
 from lightning_ddp_ext._devices import seed_rng
 from lightning_ddp_ext.batches.chunk_sizes import even_chunks
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -82,7 +82,5 @@ def cut_loader(loaders: Sequence[Any], parts: int, seeds: Callable[[], tuple[int
             "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a batch size,"
             f" got {len(loaders)} with {found}. Leave `virtual_ranks` out."
         )
-    loader, dataset = copy.copy(one), PartDataset(one.dataset, one.collate_fn)
-    sampler = PartSampler(one.batch_sampler, parts, seeds)
-    vars(loader).update(dataset=dataset, batch_sampler=sampler, collate_fn=list, _iterator=None)
-    return loader
+    draw = partial(PartSampler, parts=parts, seeds=seeds)
+    return with_sampler(one, draw, list, PartDataset(one.dataset, one.collate_fn))

@@ -8,7 +8,7 @@ from tests.verification.modules import Module, but_slow, line_of, make_data
 
 
 def findings_of(module, data=None):
-    report = verify(module, make_data() if data is None else data, limit=60)
+    report = verify(module, make_data() if data is None else data, limit=120)
     return report, [check.where for check in report.findings]
 
 
