@@ -31,7 +31,13 @@ if TYPE_CHECKING or NAME == FIRST:
     from lightning.fabric.utilities.warnings import PossibleUserWarning
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-    from lightning.pytorch.callbacks import BasePredictionWriter, LambdaCallback, ModelCheckpoint, ProgressBar
+    from lightning.pytorch.callbacks import (
+        BasePredictionWriter,
+        LambdaCallback,
+        ModelCheckpoint,
+        ProgressBar,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
@@ -64,7 +70,13 @@ else:
     from lightning_fabric.utilities.warnings import PossibleUserWarning
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from pytorch_lightning.accelerators import Accelerator, AcceleratorRegistry
-    from pytorch_lightning.callbacks import BasePredictionWriter, LambdaCallback, ModelCheckpoint, ProgressBar
+    from pytorch_lightning.callbacks import (
+        BasePredictionWriter,
+        LambdaCallback,
+        ModelCheckpoint,
+        ProgressBar,
+        StochasticWeightAveraging,
+    )
     from pytorch_lightning.loggers import Logger
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSamplerWrapper

@@ -76,11 +76,15 @@ class PartSampler:
 def cut_loader(loaders: Sequence[Any], parts: int, seeds: Callable[[], tuple[int, ...]]) -> Any:
     """Return a copy of the only training loader, whose samples are the batches of parts."""
     one = loaders[0]
-    if len(loaders) > 1 or not has_torchs_iterator(one) or isinstance(one.dataset, IterableDataset):
-        found = f"`{type(one).__name__}` of `{type(getattr(one, 'dataset', one)).__name__}`"
-        raise UnsupportedFeatureError(
-            "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a batch size,"
-            f" got {len(loaders)} with {found}. Leave `virtual_ranks` out."
-        )
+    for is_present, found in (
+        (len(loaders) > 1, f"{len(loaders)} training loaders"),
+        (isinstance(getattr(one, "dataset", None), IterableDataset), "an iterable dataset"),
+        (not has_torchs_iterator(one), f"a `{type(one).__name__}` with iteration of its own or `batch_size=None`"),
+    ):
+        if is_present:
+            raise UnsupportedFeatureError(
+                "`virtual_ranks` needs a single training loader, a `DataLoader` with a map-style dataset and a batch"
+                f" size, got {found}. Leave `virtual_ranks` out."
+            )
     draw = partial(PartSampler, parts=parts, seeds=seeds)
     return with_sampler(one, draw, list, PartDataset(one.dataset, one.collate_fn))

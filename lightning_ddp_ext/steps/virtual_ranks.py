@@ -17,6 +17,7 @@ from lightning_ddp_ext._lightning import (
     STEP_OUTPUT,
     DDPStrategy,
     MixedPrecision,
+    StochasticWeightAveraging,
     Trainer,
     is_overridden,
     rank_zero_warn,
@@ -25,7 +26,8 @@ from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import even_chunks
 from lightning_ddp_ext.batches.weights import BatchWeights
 from lightning_ddp_ext.consistency import hash_training_state
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.distributed.exchange import gather_different
+from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 from lightning_ddp_ext.loaders.step_loader import FetchedBatch
 from lightning_ddp_ext.reducer.virtual_reducer import VirtualReducer
 from lightning_ddp_ext.shares.parts import PartSampler, cut_loader, seed_process
@@ -54,7 +56,12 @@ class VirtualStepDriver(StepDriver):
         hooks = (self._module, self._trainer.datamodule)  # type: ignore[attr-defined]
         moves = any(one is not None and is_overridden("on_before_batch_transfer", one) for one in hooks)
         is_random = self._trainer.strategy.root_device.type != "cpu" and not are_deterministic()
+        swa = any(isinstance(one, StochasticWeightAveraging) for one in self._trainer.callbacks)  # type: ignore[attr-defined]
         for is_present, problem in (
+            (
+                swa,
+                "`StochasticWeightAveraging`, which changes statistics of layers after training. Use `WeightAveraging`",
+            ),
             (not self._module.automatic_optimization, "manual optimization. Leave one of them out"),
             (moves, "`on_before_batch_transfer`, which would get several parts. Use `on_after_batch_transfer`"),
             (is_random, "algorithms that are not deterministic on a device. Use `Trainer(deterministic=True)`"),
@@ -156,7 +163,15 @@ class VirtualStepDriver(StepDriver):
         super().end_epoch()
         if self.gradient is not None and self._trainer.training:
             state = hash_training_state(self._module, self._trainer.optimizers)
-            rank_zero_info(f"Epoch {self._trainer.current_epoch}: SHA-256 of the training state {state}.")
+            # Hooks get the outputs and the batches of this rank, and may change the state with them.
+            if len(gather_different(state, self.group)) > 1:
+                raise ReplicaMismatchError(
+                    f"after epoch {self._trainer.current_epoch}, ranks have different training states: a hook may have"
+                    " used outputs or batches of its rank. Add the callback `ReplicaConsistency()`, which names the"
+                    " first tensor and the step."
+                )
+            epoch, threads = self._trainer.current_epoch, torch.get_num_threads()
+            rank_zero_info(f"Epoch {epoch}, threads {threads}: SHA-256 of the training state {state}.")
 
 
 def _refuse_gathering(*_: Any, **__: Any) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy,
 from lightning_ddp_ext import fabric as for_fabric
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.consistency import hash_training_state
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 from lightning_ddp_ext.reducer.virtual_reducer import NodeSums, _or_nothing, nodes_of
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
@@ -153,6 +154,26 @@ def test_a_rank_may_have_no_part() -> None:
         assert values_of(found, name) == expected * 2
 
 
+class OfOutputs(Classifier):
+    """Changes a buffer with the output of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+        self.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += outputs["loss"].detach()
+
+
+def end_differently(folder: str) -> None:
+    with pytest.raises(ReplicaMismatchError, match="after epoch 0, ranks have different training states"):
+        quiet_trainer(strategy=virtual(), devices=2, max_epochs=2).fit(OfOutputs(), images())
+
+
+def test_ranks_that_hooks_change_differently_end_with_an_error() -> None:
+    values_of(run_on_ranks(2, {"outputs": end_differently}), "outputs")
+
+
 def test_training_begins_again_after_an_error_in_a_step() -> None:
     class Failing(Classifier):
         fails = True
@@ -245,8 +266,9 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
     "all_gather": (lambda: Gathering(perceptron()), images),
     "SyncBatchNorm": (lambda: Classifier(nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(64), nn.Linear(64, 3))), images),
     "sparse=True": (lambda: Classifier(nn.Embedding(4, 3, sparse=True)), images),
-    "map-style dataset": (lambda: Classifier(perceptron()), lambda: DataLoader(Stream(), batch_size=8)),
-    "single training loader": (lambda: Classifier(perceptron()), lambda: [images(), images()]),
+    "got an iterable dataset": (lambda: Classifier(perceptron()), lambda: DataLoader(Stream(), batch_size=8)),
+    "got 2 training loaders": (lambda: Classifier(perceptron()), lambda: [images(), images()]),
+    "batch_size=None": (lambda: Classifier(perceptron()), lambda: DataLoader([*images()], batch_size=None)),
     "a buffer": (lambda: Growing(perceptron()), images),
     "use_reentrant=False": (lambda: Reusing(nn.Linear(64, 64)), images),
     "L-BFGS": (lambda: Classifier(perceptron(), torch.optim.LBFGS), images),
@@ -258,6 +280,11 @@ def test_what_cannot_be_cut_into_virtual_ranks_is_refused(message: str) -> None:
     make, loader = REFUSED[message]
     with pytest.raises(UnsupportedFeatureError, match=message):
         train(make(), loader())
+
+
+def test_averaging_that_changes_statistics_after_training_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="does not support `StochasticWeightAveraging`"):
+        train(Classifier(convolutions()), images(), callbacks=[StochasticWeightAveraging(0.01)])
 
 
 @pytest.mark.parametrize("kind", [for_fabric.BalancedDDPStrategy, BalancedDataParallelStrategy, DDPJoinStrategy])
