@@ -52,6 +52,14 @@ def preserved_rng_state(device: torch.device | None = None) -> Iterator[dict[str
         restore_rng_state(states, device)
 
 
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of Python, NumPy, torch on the CPU, and of a device."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    for one in _devices(device):
+        seed_rng(seed, one)
+
+
 def _devices(device: torch.device | None) -> list[torch.device]:
     """Return the devices from which a process on a device draws: the CPU, and the device itself."""
     return [_CPU] if device is None or device.type == "cpu" else [_CPU, device]
@@ -215,9 +223,7 @@ class SeededRng:
         """Draw these numbers from the generators of Python, NumPy and torch in a block."""
         with preserved_rng_state():
             if self._states is None:
-                random.seed(self._seed)
-                numpy.random.seed(self._seed % 2**32)
-                torch.default_generator.manual_seed(self._seed)
+                seed_generators(self._seed)
             else:
                 restore_rng_state(self._states)
             try:

@@ -1,23 +1,20 @@
 """Global batches that are cut into parts, each with its own random numbers; ranks share the parts as if samples."""
 
 import hashlib
-import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import DatasetProxy, has_torchs_iterator, with_sampler
-from lightning_ddp_ext._devices import seed_rng
 from lightning_ddp_ext.batches.chunk_sizes import even_chunks
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.resume.rng_state import preserved_rng_state
+from lightning_ddp_ext.resume.rng_state import preserved_rng_state, seed_generators
 from lightning_ddp_ext.shares.global_batches import as_sequence
 
 Part = tuple[tuple[int, ...], Any]
@@ -25,13 +22,9 @@ Part = tuple[tuple[int, ...], Any]
 
 
 def seed_process(*numbers: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy, torch and a device with a hash of numbers."""
+    """Seed all generators with a hash of numbers."""
     seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type != "cpu":
-        seed_rng(seed, device)
+    seed_generators(seed, device)
 
 
 class PartDataset(DatasetProxy):
@@ -59,6 +52,8 @@ class PartSampler:
         self.sizes = array("q")
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not set yet, while the object is copied
+            raise AttributeError(name)
         return getattr(self._batches, name)
 
     def __len__(self) -> int:

@@ -1,5 +1,6 @@
 """The tree of virtual ranks, what it refuses, and what the parts of a batch begin with."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
@@ -20,6 +21,7 @@ from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 from lightning_ddp_ext.reducer.virtual_reducer import NodeSums, _or_nothing, nodes_of
+from lightning_ddp_ext.shares.parts import PartSampler
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
 from tests.support.devices import accelerator
@@ -225,6 +227,11 @@ def test_workers_draw_the_numbers_of_the_main_process() -> None:
         trainer = train(module, images(shuffle=True, num_workers=workers))
         digests.append(hash_training_state(module, trainer.optimizers))
     assert digests[0] == digests[1]
+
+
+def test_a_loader_of_parts_can_be_copied() -> None:
+    copied = copy.copy(PartSampler([[0, 1, 2]], 2, tuple))
+    assert [*copied] == [[((0, 0), [0, 1]), ((0, 1), [2])]]
 
 
 # ---------------------------------------------------------------- refusals
