@@ -248,8 +248,8 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
     if store.check([joined]):
         problem = (
             f"`init_method=file://{path}` was used before: rank {rank}, {store.get(joined).decode(errors='replace')},"
-            " has joined there, and that run has crashed or is still running. Delete the file, or use a new name for"
-            " every run and every restart."
+            " has joined there, and that run still runs or has left its file behind. Delete the file, or use a new name"
+            " for every run and every restart."
         )
         store.set(REFUSED, problem)  # for ranks that had not joined before, and would wait for this one
         raise RendezvousError(problem)
