@@ -77,6 +77,7 @@ def _dense(tensors: Sequence[Tensor]) -> list[int]:
 
 
 _LARGE = 16384  # elements
+NOTHING = -0.0  # added to any number, does not change its bits; 0.0 changes those of -0.0
 
 
 def is_packed_alone(parameter: nn.Parameter) -> bool:
@@ -163,7 +164,7 @@ class GradientBucket:
         gradient = take_gradient(self.params[position])
         view = self.gradients()[position]
         if not scale:
-            view.zero_()  # a gradient without weight may be nan, and 0 * nan is nan
+            view.fill_(NOTHING)  # a gradient without weight may be nan, and 0 * nan is nan
         elif self.packed[position]:
             view.add_(gradient, alpha=scale)
         else:
@@ -172,13 +173,13 @@ class GradientBucket:
 
     @torch.no_grad()
     def pack_all(self, scale: float) -> None:
-        """Move all gradients into the buffer, and zeros for missing ones."""
+        """Move all gradients into the buffer, and `NOTHING` for missing ones."""
         flat, views = self.buffer(), self.gradients()
         targets, gradients = [], []
         for position, parameter in enumerate(self.params):
             if parameter.grad is None:
                 if not self.packed[position]:
-                    views[position].zero_()
+                    views[position].fill_(NOTHING)
             elif position < self._large:
                 self.pack(self.members[position], scale)
             else:
@@ -188,7 +189,7 @@ class GradientBucket:
         if gradients:
             copy_all_(targets, gradients)
             small = flat[sum(view.numel() for view in views[: self._large]) :]
-            small.mul_(scale) if scale else small.zero_()
+            small.mul_(scale) if scale else small.fill_(NOTHING)
 
     def write_back(self, used: Sequence[float]) -> None:
         """Set the gradients of the parameters that any rank has used to views of the buffer."""

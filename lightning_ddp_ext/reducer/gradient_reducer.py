@@ -108,7 +108,7 @@ class GradientReducer:
         )
         self.control = Control(self._group)
         self._weight_field, self._structure_field = self.control.add(), self.control.add()
-        self._transport = BucketTransport(self._group, comm_hook, comm_state)
+        self._transport = self._make_transport(comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
         self.buffers = BufferSynchronizer(module, self._group)
@@ -127,6 +127,9 @@ class GradientReducer:
         )
         self._hook_context = hook_context
         self.defer_hooks()
+
+    def _make_transport(self, comm_hook: CommHook | None, comm_state: object) -> BucketTransport:
+        return BucketTransport(self._group, comm_hook, comm_state)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

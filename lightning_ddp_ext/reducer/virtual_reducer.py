@@ -5,7 +5,7 @@ the sum of its two halves; halves behind the last part do not exist. A rank comp
 that lie in its run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -16,14 +16,15 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import add_all_
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.reducer.buckets import divide_into_buckets, overwrite, take_gradient
+from lightning_ddp_ext.reducer.bucket_transport import BucketTransport
+from lightning_ddp_ext.reducer.buckets import NOTHING, GradientBucket, overwrite, take_gradient
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer, decode_numbers, encode_numbers, has_mean
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 Node = tuple[int, int]
 """First leaf of a node of the tree, and its number of leaves, a power of two."""
-Values = list[Tensor | None]
-"""Tensors in a fixed order, with None for nothing to add."""
+Values = dict[int, Tensor]
+"""Tensors by their places among parameters or buffers; those without a value are missing."""
 
 
 class NodeSums:
@@ -45,81 +46,100 @@ def nodes_of(run: range) -> list[Node]:
     """Return the largest nodes that a run of parts consists of."""
     sums = NodeSums()
     for part in run:
-        sums.push((part, 1), [])
+        sums.push((part, 1), {})
     return [node for node, _ in sums.entries]
 
 
 def _add(older: Values, newer: Values) -> Values:
-    both = [(one, other) for one, other in zip(older, newer, strict=True) if one is not None and other is not None]
+    both = [place for place in older if place in newer]
     if both:
-        add_all_(*zip(*both, strict=True))
-    return [other if one is None else one for one, other in zip(older, newer, strict=True)]
+        add_all_([older[place] for place in both], [newer[place] for place in both])
+    return {**newer, **older}
 
 
-def _or_nothing(value: Tensor | None, like: Tensor) -> Tensor:
-    # Not 0.0, which would change the sign of -0.0 if other ranks send zeros.
-    return torch.full_like(like, -0.0).reshape(-1) if value is None else value.reshape(-1)
-
-
-def _total(nodes: Sequence[Node], rows: Sequence[Values]) -> Values:
+def _total(nodes: Sequence[Node], rows: Sequence[Tensor]) -> Tensor:
     """Return the sum of all parts, given the values of all nodes; nodes behind the last part do not exist."""
     sums = NodeSums()
     for node, row in zip(nodes, rows, strict=True):
-        sums.push(node, row)
+        sums.push(node, {0: row})
     *earlier, (_, total) = sums.entries
     for _, values in reversed(earlier):
         total = _add(values, total)
-    return total
+    return total[0]
 
 
 class TreeSum:
     """Adds the sums of all ranks along the tree: each rank adds the nodes of all ranks in a range of the elements.
 
-    `run` are the parts of this rank in the current batch, and `sizes` the samples of each part.
+    `run` are the parts of this rank in the current batch, `own` its nodes, and `sizes` the samples of each part.
     """
 
-    def __init__(self, group: dist.ProcessGroup, cap: int) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._cap = cap  # of the bytes in one message
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self.run, self.sizes = range(0), [0]
+        self.own: list[Node] = []
         self._nodes: list[list[Node]] = []  # of each rank
 
     def begin(self, numbers: Sequence[int], sizes: Sequence[int]) -> None:
         """Begin a batch, of which the ranks compute these numbers of parts."""
         runs = [range(start, end) for start, end in pairwise((0, *accumulate(numbers)))]
         self._nodes = [*map(nodes_of, runs)]
-        self.run, self.sizes = runs[self._rank], [*sizes]
+        self.run, self.own, self.sizes = runs[self._rank], self._nodes[self._rank], [*sizes]
 
-    def add_up(self, own: NodeSums, likes: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
-        """Return the sums over all parts at some places of their values, in the form of `likes`."""
-        rows = [[values[place] for place in likes] for _, values in own.entries]
+    def padding(self, numel: int) -> int:
+        """Return how many elements are missing to equal ranges on all ranks."""
+        return -numel % self._ranks
+
+    def send(self, rows: Sequence[Tensor], result: Tensor) -> Callable[[], Any]:
+        """Send flat, padded sums of the nodes of this rank; return the function that waits and sets `result`.
+
+        It becomes the sum of all parts, and may be one of the rows.
+        """
         if self._ranks == 1:
-            return dict(zip(likes, _total(self._nodes[0], rows), strict=True))
-        places, tensors, sent = list(likes), list(likes.values()), []
-        for members in divide_into_buckets(tensors, range(len(tensors)), self._cap):
-            like, numel = tensors[members[0]], sum(tensors[member].numel() for member in members)
-            chunk = -(-numel // self._ranks)
-            flat = like.new_zeros(len(rows), self._ranks * chunk)
-            for target, row in zip(flat, rows, strict=True):
-                found = [_or_nothing(row[member], tensors[member]) for member in members]
-                torch.cat(found, out=target[:numel])
-            flat = flat.view(len(rows), self._ranks, chunk).transpose(0, 1).reshape(-1)
-            received = like.new_empty(sum(map(len, self._nodes)), chunk)
-            splits = [len(nodes) * chunk for nodes in self._nodes], [len(rows) * chunk] * self._ranks
-            work = dist.all_to_all_single(received.view(-1), flat, *splits, group=self._group, async_op=True)
-            sent.append((members, numel, flat, received, work))
-        sums = dict[int, Tensor | None]()
-        for members, numel, _, received, work in sent:
+            return lambda: result.copy_(_total(self.own, rows))
+        ranges = result.view(self._ranks, -1)
+        chunk = ranges.shape[1]
+        flat = rows[0] if len(rows) == 1 else torch.cat([ranges[:, :0], *(row.view_as(ranges) for row in rows)], 1)
+        received = result.new_empty(sum(map(len, self._nodes)), chunk)
+        splits = [len(nodes) * chunk for nodes in self._nodes], [len(rows) * chunk] * self._ranks
+        work = dist.all_to_all_single(received.view(-1), flat.view(-1), *splits, group=self._group, async_op=True)
+
+        def wait() -> None:
             work.wait()
-            (total,) = _total([*chain(*self._nodes)], [[row] for row in received])
-            assert total is not None
-            gathered = received.new_empty(self._ranks, len(total))
-            dist.all_gather([*gathered], total, group=self._group)
-            results = [torch.empty_like(tensors[member]) for member in members]
-            overwrite(results, gathered.view(-1)[:numel])
-            sums.update(zip((places[member] for member in members), results, strict=True))
-        return sums
+            dist.all_gather([*ranges], _total([*chain(*self._nodes)], [*received]), group=self._group)
+
+        return wait
+
+
+class TreeTransport(BucketTransport):
+    """Adds up buckets along the tree: a bucket has the gradients of the last part of this rank, `sums` those before."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, None, None)
+        self.tree, self.sums = TreeSum(group), NodeSums()
+
+    @override
+    def send(self, bucket: GradientBucket) -> None:
+        """Start to add up a bucket, with the gradients in `sums`, which are dropped."""
+        rows = [GradientBucket(bucket.index(), bucket.params, bucket.members) for _ in self.tree.own[1:]]
+        for row in rows:
+            row.payload_numel = bucket.payload_numel
+            row.buffer().fill_(NOTHING)
+        rows += [bucket] if self.tree.run else []  # the node of the last part
+        for number, (_, values) in reversed([*enumerate(self.sums.entries)]):
+            views, places = rows[min(number, len(rows) - 1)].gradients(), bucket.position.items()
+            found = [(views[position], values.pop(place)) for place, position in places if place in values]
+            if found:
+                add_all_(*zip(*found, strict=True))
+        sent = [row.buffer_with_payload() for row in rows]
+        self._in_flight.append((bucket, self.tree.send(sent, bucket.buffer_with_payload())))
+
+    @override
+    def wait_for_gradients(self) -> None:
+        for _, wait in self._in_flight:
+            wait()
+        self._in_flight.clear()
 
 
 class VirtualBuffers(BufferSynchronizer):
@@ -132,15 +152,18 @@ class VirtualBuffers(BufferSynchronizer):
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, tree: TreeSum) -> None:
         super().__init__(module, group)
         self._tree = tree
-        self.start: Values = []  # from before the batch
+        self.start: Values = {}  # from before the batch
         self._kept: tuple[bool, Values] | None = None  # numbers without a mean, and whether their part has weight
         self._part_sums = NodeSums()  # of values times samples
 
     def begin(self) -> None:
         """Begin a batch."""
         self._table.update()
-        self.start = [None if one is None else one.clone() for one in self._table.entries]
+        self.start = {place: one.clone() for place, one in self._present()}
         self._kept, self._part_sums = None, NodeSums()
+
+    def _present(self) -> list[tuple[int, Tensor]]:
+        return [(place, one.detach()) for place, one in enumerate(self._table.entries) if one is not None]
 
     def end_part(self, part: int, is_weighted: bool) -> None:
         """Add the values of a part that has ended."""
@@ -150,19 +173,18 @@ class VirtualBuffers(BufferSynchronizer):
                 f"virtual rank {part}: `training_step` has added, removed or resized a buffer, which the next virtual"
                 " rank would see. Register buffers of a fixed size, or leave `virtual_ranks` out."
             )
-        values = [None if one is None else one.detach() for one in self._table.entries]
+        values = self._present()
         if self._kept is None or self._kept[0] < is_weighted:
-            others = [None if one is None or has_mean(one.dtype) else one.clone() for one in values]
-            self._kept = is_weighted, others
-        means = [None if one is None or not has_mean(one.dtype) else one for one in values]
-        means = [None if one is None else encode_numbers(one.reshape(-1)) * self._tree.sizes[part] for one in means]
+            self._kept = is_weighted, {place: one.clone() for place, one in values if not has_mean(one.dtype)}
+        size = self._tree.sizes[part]
+        means = {place: encode_numbers(one.reshape(-1)) * size for place, one in values if has_mean(one.dtype)}
         self._part_sums.push((part, 1), means)
 
     def write(self, values: Values) -> None:
         """Set the buffers without an increase of their versions, so that changes are still found."""
-        for one, value in zip(self._table.entries, values, strict=False):
-            if one is not None and value is not None:
-                one.data.copy_(value)
+        for place, one in self._present():
+            if place in values:
+                one.data.copy_(values[place])
 
     @override
     def find_changes(self) -> bytearray:
@@ -175,10 +197,16 @@ class VirtualBuffers(BufferSynchronizer):
     def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
         means = {place: one for place, one in buffers.items() if has_mean(one.dtype) and one.numel()}
         super()._equalize({place: one for place, one in buffers.items() if place not in means}, tells)
-        encoded = {place: encode_numbers(one.reshape(-1)) for place, one in means.items()}
-        for place, total in self._tree.add_up(self._part_sums, encoded).items():
-            assert total is not None
-            overwrite([means[place]], decode_numbers(total / sum(self._tree.sizes), means[place].dtype))
+        for device in dict.fromkeys(one.device for one in means.values()):
+            places = [place for place, one in means.items() if one.device == device]
+            encoded = [encode_numbers(means[place].reshape(-1)) for place in places]
+            padding = encoded[0].new_zeros(self._tree.padding(sum(map(len, encoded))))
+            rows = [torch.cat([*(values[place] for place in places), padding]) for _, values in self._part_sums.entries]
+            total = torch.cat([*encoded, padding])
+            self._tree.send(rows, total)()
+            total /= sum(self._tree.sizes)
+            for place, part in zip(places, torch.split(total, [*map(len, encoded), len(padding)]), strict=False):
+                overwrite([means[place]], decode_numbers(part, means[place].dtype))
 
 
 class VirtualReducer(GradientReducer):
@@ -190,20 +218,30 @@ class VirtualReducer(GradientReducer):
     """
 
     buffers: VirtualBuffers
+    _transport: TreeTransport
 
     def __init__(self, virtual_ranks: int, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         if self._sparse.members or self.normalizes_over_ranks:
             what = "embeddings with `sparse=True`" if self._sparse.members else "`SyncBatchNorm`"
             raise UnsupportedFeatureError(f"`virtual_ranks` does not support {what}. Leave one of them out.")
-        self._tree = TreeSum(self._group, self._layout.cap)
+        self._tree = self._transport.tree
         self.buffers = VirtualBuffers(module, self._group, self._tree)
         self.buffers.remember()
         self._of_parts = [self.control.add() for _ in range(virtual_ranks)]
-        self._sums = NodeSums()
-        self._carried: Values = []  # the sums of the earlier batches in this window
+        self._carried: Values = {}  # the sums of the earlier batches in this window
         self._window = 0.0  # weight of these
         self._unit, self._is_sum, self.continues = 1.0, False, False
+
+    @override
+    def _make_transport(self, *_: Any) -> TreeTransport:
+        return TreeTransport(self._group)
+
+    @override
+    def _reserve_payload(self) -> None:
+        """Send control messages alone, as the tree adds numbers only; pad buckets to equal ranges of all ranks."""
+        for bucket in self._layout.buckets:
+            bucket.payload_numel = self._tree.padding(sum(map(Tensor.numel, bucket.params)))
 
     def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> range:
         """Begin a batch with parts of these sizes, of which ranks compute these numbers; return those of this rank.
@@ -215,68 +253,70 @@ class VirtualReducer(GradientReducer):
         if is_first:
             self._unit, self._is_sum, self._window = unit, is_sum, 0.0
         gradients = self._take()
-        self._carried = [None] * len(gradients) if is_first else gradients
-        self._sums = NodeSums()
+        self._carried = {} if is_first else gradients
+        self._transport.sums = NodeSums()
         for field in self._of_parts:
             field.value = 0.0
         self.buffers.begin()
         return self._tree.run
 
     def _take(self) -> Values:
-        return [None if parameter.grad is None else take_gradient(parameter) for parameter in self._parameters]
+        found = enumerate(self._parameters)
+        return {place: take_gradient(parameter) for place, parameter in found if parameter.grad is not None}
 
     @torch.no_grad()
     def end_part(self, part: int, weight: float) -> None:
         """End a part after its backward pass, the last one of this rank before it."""
         self._of_parts[part].value = weight
-        if part != self._tree.run[-1]:
-            self._push(part)
-            self.buffers.write(self.buffers.start)
-
-    def _push(self, part: int) -> None:
-        self.buffers.end_part(part, self._of_parts[part].value > 0)
+        run, is_odd = self._tree.run, part % 2
+        if part == run[-1]:
+            return
+        self._end_buffers(part)
+        self.buffers.write(self.buffers.start)
         # The backward pass of an odd part adds its gradients to those of the part before it, in the cache; the last one
         # comes after Lightning has dropped gradients.
-        run, is_odd = self._tree.run, part % 2
-        if is_odd or part >= run[-1] - 1:
-            self._sums.push((part - 1, 2) if is_odd and run[0] < part < run[-1] else (part, 1), self._take())
+        if is_odd or part == run[-1] - 1:
+            self._transport.sums.push((part - 1, 2) if is_odd and run[0] < part else (part, 1), self._take())
+
+    def _end_buffers(self, part: int) -> None:
+        self.buffers.end_part(part, self._of_parts[part].value > 0)
 
     @override
     def synchronize(self, weight: float = 1.0, *_: Any, **__: Any) -> Any:
-        return super().synchronize(weight)  # losses are weighted, and `_end_batch` divides
+        return super().synchronize(weight, 1.0, 1.0)  # losses are weighted, and `_end_batch` divides
 
     @override
     @torch.no_grad()
     def _finish(self) -> None:
         if self._tree.run:
-            self._push(self._tree.run[-1])
-        if max(self._scheduler.predictor.counts, default=0) > 1:
+            self._end_buffers(self._tree.run[-1])
+        counts = self._scheduler.predictor.counts
+        if max(counts, default=0) > 1:
             raise UnsupportedFeatureError(
                 "with `virtual_ranks`, a backward pass gave a parameter several gradients one after another, as reused"
                 " layers do that are recomputed. Use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
             )
-        for place, parameter in enumerate(self._parameters):  # any gradient shows that the parameter is used
-            found = (values[place] for _, values in self._sums.entries)
-            parameter.grad = next((one for one in found if one is not None), None)
+        # A gradient that comes after its bucket would be added in another order: buckets wait for all of theirs.
+        counts[:] = [1] * len(counts)
+        for place, is_used in enumerate(self._scheduler.used()):
+            if not is_used and any(place in values for _, values in self._transport.sums.entries):
+                self._parameters[place].grad = torch.full_like(self._parameters[place], NOTHING)
         super()._finish()
         if not self.control.total_weight:
             self._end_batch()
 
     @override
     def _complete(self, late: Sequence[float], used: Sequence[float]) -> None:
+        super()._complete(late, used)
         self._window += sum(sum(field.of_ranks) for field in self._of_parts)
-        likes = {place: parameter for place, parameter in enumerate(self._parameters) if used[place]}
-        for place, total in self._tree.add_up(self._sums, likes).items():
-            self._parameters[place].grad = total
         self._end_batch()
 
     def _end_batch(self) -> None:
         """Add the sums of the earlier batches, and divide by the weight of the window at its end."""
-        self._sums = NodeSums()
         ends = self._window and not self.continues
         factor = self._unit / (1.0 if self._is_sum else self._window) if ends else 1.0
-        for parameter, carried in zip(self._parameters, self._carried, strict=True):
-            if carried is not None:
+        for place, parameter in enumerate(self._parameters):
+            if (carried := self._carried.get(place)) is not None:
                 parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
             if parameter.grad is not None and factor != 1.0:
                 parameter.grad.mul_(factor)

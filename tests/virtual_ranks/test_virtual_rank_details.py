@@ -1,6 +1,7 @@
 """The tree of virtual ranks, what it refuses, and what the parts of a batch begin with."""
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
@@ -20,10 +21,11 @@ from lightning_ddp_ext import fabric as for_fabric
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
-from lightning_ddp_ext.reducer.virtual_reducer import NodeSums, _or_nothing, nodes_of
+from lightning_ddp_ext.reducer.buckets import GradientBucket
+from lightning_ddp_ext.reducer.virtual_reducer import Node, NodeSums, TreeTransport, Values, VirtualReducer, nodes_of
 from lightning_ddp_ext.shares.parts import PartSampler
 from lightning_ddp_ext.steps.balancer import ShareBalancer
-from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, values_of
+from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, trainer, values_of
 from tests.support.devices import accelerator
 from tests.support.training import quiet_trainer
 from tests.virtual_ranks.models import CLASSES, Classifier, Images, convolutions, perceptron
@@ -38,31 +40,33 @@ pytestmark = pytest.mark.timeout(600)
 def test_ranks_add_the_largest_nodes_of_their_parts_whatever_the_cuts(parts: int) -> None:
     values = torch.randn(parts, generator=torch.Generator().manual_seed(parts)) * 10.0 ** torch.arange(parts)
 
-    def sums_of(first: int, end: int) -> list[tuple[tuple[int, int], list[Any]]]:
+    def sums_of(first: int, end: int) -> list[tuple[Node, Values]]:
         sums = NodeSums()
         for part in range(first, end):
-            sums.push((part, 1), [values[part].clone()])
+            sums.push((part, 1), {0: values[part].clone()})
         return sums.entries
 
-    whole = {node: value for node, (value,) in sums_of(0, parts)}
+    whole = {node: of_node[0] for node, of_node in sums_of(0, parts)}
     assert [size for _, size in whole] == [1 << bit for bit in reversed(range(4)) if parts >> bit & 1]
     for first, end in combinations(range(parts + 1), 2):
         assert [node for node, _ in sums_of(first, end)] == nodes_of(range(first, end))
-        for (start, size), (value,) in sums_of(first, end):
+        for (start, size), of_node in sums_of(first, end):
             assert start % size == 0
-            ((_, (alone,)),) = sums_of(start, start + size)
-            assert torch.equal(value, alone)  # does not depend on the other parts of the rank
+            ((_, alone),) = sums_of(start, start + size)
+            assert torch.equal(of_node[0], alone[0])  # does not depend on the other parts of the rank
 
 
-def test_a_sum_with_nothing_keeps_the_sign_of_a_zero_as_the_message_of_nothing_does() -> None:
+def test_a_sum_with_a_missing_gradient_keeps_the_sign_of_a_zero() -> None:
     sums = NodeSums()
-    sums.push((0, 1), [torch.tensor([-0.0, 1.0]), None])
-    sums.push((1, 1), [None, None])
-    ((_, (value, nothing)),) = sums.entries
-    assert nothing is None
-    sent = torch.tensor([-0.0, 1.0]) + _or_nothing(None, value)
-    assert value.signbit().tolist() == sent.signbit().tolist() == [True, False]
-    assert value[1] == sent[1] == 1
+    sums.push((0, 1), {0: torch.tensor([-0.0, 1.0])})
+    sums.push((1, 1), {1: torch.ones(1)})
+    ((_, values),) = sums.entries
+    assert values.keys() == {0, 1}
+    parameter = nn.Parameter(torch.ones(2))  # has no gradient
+    bucket = GradientBucket(0, [parameter], [0])
+    bucket.pack_all(1.0)
+    assert (bucket.buffer() + values[0]).tolist() == values[0].tolist() == [0.0, 1.0]
+    assert (bucket.buffer() + values[0]).signbit().tolist() == [True, False]
 
 
 # ---------------------------------------------------------------- training
@@ -119,6 +123,51 @@ def test_the_gradient_is_that_of_the_whole_batch() -> None:
         (alone,) = values_of(expected, name)
         for parameters in values_of(found, name):
             torch.testing.assert_close(parameters, alone, rtol=1e-12, atol=1e-12)
+
+
+class Skipping(nn.Module):
+    """Runs each convolution for about half of the parts; the other layers fill the first bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList([nn.Conv2d(1, 1, 3, padding=1) for _ in range(2)])
+        self.others = nn.Sequential(nn.Flatten(), nn.Linear(64, 6000), nn.ReLU(), nn.Linear(6000, CLASSES))
+        self.convolutions.to(memory_format=torch.channels_last)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for layer in self.convolutions:
+            images = layer(images) if random.random() < 0.5 else images
+        return self.others(images)
+
+
+def follow_buckets(folder: str) -> tuple[str, str]:
+    """Train; return the hash of the training state, and starts, buckets and ends of backward passes (s, b, e)."""
+    events = list[str]()
+
+    def record(patch: pytest.MonkeyPatch, owner: type, name: str, event: str) -> None:
+        function = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args: [events.append(event), function(*args)][1])
+
+    seed_everything(3, verbose=False)
+    module = Classifier(Skipping())
+    with pytest.MonkeyPatch.context() as patch:
+        record(patch, VirtualReducer, "begin", "s")
+        record(patch, TreeTransport, "send", "b")
+        record(patch, VirtualReducer, "_finish", "e")
+        made = trainer(strategy=virtual(5), precision="32-true", max_epochs=4)
+        made.fit(module, images(32))
+    return hash_training_state(module, made.optimizers), "".join(events)
+
+
+def test_buckets_leave_during_the_last_backward_pass_unless_a_gradient_is_missing() -> None:
+    found = [run_on_ranks(ranks, {"": follow_buckets}) for ranks in (1, 2, 3)]
+    results = [result for one in found for result in values_of(one, "")]
+    assert len({state for state, _ in results}) == 1
+    for _, events in results:
+        first, *others = events.split("s")[1:]
+        assert first.startswith("e")  # there are no buckets yet
+        assert all(batch.startswith("b") for batch in others)
+        assert {batch.endswith("e") for batch in others} == {True, False}  # a convolution without a gradient waits
 
 
 def test_running_statistics_are_the_mean_of_the_parts_and_steps_are_counted_once() -> None:
