@@ -36,7 +36,7 @@ _NOBODY = 65534  # the owner that a file server shows for files of root
 # A node that is starting may be unknown or unroutable for a while, but not for as long as a rank waits in a queue.
 _UNREACHABLE_LIMIT = 20.0  # seconds
 _ATTEMPT_LIMIT = 5.0  # seconds for one connection
-_ANSWER_LIMIT = 10.0  # seconds for an answer of a store
+_ANSWER_LIMIT = 60.0  # seconds for an answer of a store, which may have thousands of clients or a busy processor
 _PATIENCE = 30.0  # seconds after which a rank warns that it waits for rank 0
 
 _LIBUV_LISTENS = torch.__version__ >= "2.8"  # before, only torch's older server takes a socket that listens already
