@@ -5,6 +5,7 @@ import json
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"lightning-ddp-ext verify: nothing was verified: {error}.", file=sys.stderr)
         return _IMPOSSIBLE
     if options.json:
-        print(json.dumps(report.as_dict(), indent=2))
+        print(json.dumps(asdict(report), indent=2))
     else:
         _print(report)
     if report.findings:
@@ -149,12 +150,16 @@ def _print(report: "Report") -> None:
         table.add_row(check.name, Text(check.verdict, style=_STYLES[check.verdict]), text)
     console = Console()
     console.print(table)
-    console.print(f"{report.seconds:.1f} s", highlight=False)
+    console.print(f"{report.seconds:.1f} s after the imports", highlight=False)
     count = f"{len(report.findings)} of {len(report.checks)} checks have found something, so that the exit code is 1"
+    use = f"Use Trainer({report.use})."
+    if report.plain not in ("", report.use):
+        use = f"Use Trainer({report.plain}) if devices and their batches are alike, Trainer({report.use}) if not."
     for is_shown, line, style in (
         (report.findings, f"{count}: several devices train something else unless you follow the remedies.", ""),
-        (report.use, f"Use Trainer({report.use}).", "bold"),
-        (report.unproved, f"Not proved, for the reasons in the table: {', '.join(report.unproved)}.", ""),
+        (report.use, use, "bold"),
+        (report.unproved, f"Not compared, for the reasons in the table: {', '.join(report.unproved)}.", ""),
+        (not (report.findings or report.use), "No strategy is proved, so that the exit code is 2.", ""),
     ):
         if is_shown:
             console.print(line, highlight=False, style=style)

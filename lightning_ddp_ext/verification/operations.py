@@ -82,6 +82,7 @@ class Draws(OperationMode):  # type: ignore[misc]
         super().__init__()
         self._whole, self._begin, self._end = whole, begin, end
         self.taken: list[Drawn] = []
+        self.permutes = False  # a random order was drawn, which parts of a batch cannot repeat
         self._differs = False
 
     @property
@@ -94,6 +95,7 @@ class Draws(OperationMode):  # type: ignore[misc]
         output = func(*args, **(kwargs or {}))
         drawn = output[0] if isinstance(output, tuple) and output else output
         name, place = func.name(), len(self.taken)
+        self.permutes |= "randperm" in name
         if torch.Tag.nondeterministic_seeded not in func.tags or _MIXED.search(name) or not isinstance(drawn, Tensor):
             return output
         if self._whole is not None:

@@ -43,9 +43,9 @@ class ReplayedStep:
         return set() if self.recording is None else self.recording.leading_to(self.losses)
 
 
-def find_batch_norms(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of batch normalisation that use the statistics of the batch."""
-    return [part for part in module.modules() if isinstance(part, BatchNorm) and part.training]
+def find_batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of batch normalisation that use the statistics of the batch, by their names."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm) and part.training}
 
 
 class BatchReplay:
@@ -98,15 +98,13 @@ class BatchReplay:
         *,
         transferred: bool = True,
         record: Callable[[nn.Module, list[Tensor]], Recording] | None = None,
-        normalizes: bool = True,
         refuses_collectives: bool = True,
         ends: bool = False,
         prepare: Callable[[nn.Module], Any] = lambda module: None,
     ) -> ReplayedStep:
         """Run the step on a batch and return its gradient; `record` makes a recording of its operations.
 
-        `prepare` changes the module before, and `on_train_batch_end` after the step if it `ends`. Unless the step
-        `normalizes`, batch normalisation uses its running statistics.
+        `prepare` changes the module before, and `on_train_batch_end` after the step if it `ends`.
         """
         device, plugin = self.module.device, self._trainer.precision_plugin
         # No autocast, because its rounding would hide differences.
@@ -117,9 +115,6 @@ class BatchReplay:
         try:
             with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, NoDropout(self._copy):
                 module = self._copied(self._copy)
-                if not normalizes:
-                    for part in find_batch_norms(module):
-                        part.eval()
                 batch = plugin.convert_input(copy.deepcopy(batch))
                 recording = None
                 if record is not None:

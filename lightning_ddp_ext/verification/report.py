@@ -1,8 +1,8 @@
 """The findings, as rows of a table and the strategy to use."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Verdict = Literal["ok", "note", "finding"]
 
@@ -36,11 +36,14 @@ class Report:
     Attributes:
         checks: The checks, in order.
         use: The strategy to use, as arguments of the Trainer; empty if none trains what one device trains.
+        plain: Lightning's `ddp` in the same form, to use where devices and their batches are alike; empty if it is not
+            proved.
         seconds: How long it took.
     """
 
     checks: list[Check]
     use: str
+    plain: str
     seconds: float = field(compare=False)
 
     @property
@@ -63,10 +66,6 @@ class Report:
             raise AssertionError("several devices do not train what one device trains.\n\n" + "\n\n".join(blocks))
         if not self.use:
             raise AssertionError(f"nothing is proved: {', '.join(self.unproved)}. The checks have the reasons.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return asdict(self)
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -104,7 +103,7 @@ class _Watch(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        for part in find_batch_norms(pl_module):
+        for part in find_batch_norms(pl_module).values():
             part.eval()  # by nature it has the statistics of a part
         if batch_idx == 0:
             seed_all(find_loader_rngs([pl_module]), 0)  # alike, even if ranks have seeded them
@@ -176,13 +175,13 @@ def compare_steps(own: Outcome, alone: Outcome) -> str | None:
     return None
 
 
-def draw_indices(module: LightningModule, data: Any, ranks: int, replaces: bool) -> tuple[list[Any], Line | None]:
-    """Return the samples that a rank gets in an epoch under `ddp`, and the line of the sampler or stream they are from.
+def draw_indices(module: LightningModule, data: Any, replaces: bool) -> tuple[list[Any], Line | None]:
+    """Return the samples that one of two ranks gets in an epoch, and the line of the sampler or stream they are from.
 
     If Lightning `replaces` samplers, as by default, each rank gets other samples. Samples are indices, or hashes
     of what a stream gives.
     """
-    own = {"devices": ranks, "plugins": [LightningEnvironment()], "use_distributed_sampler": replaces}
+    own = {"devices": 2, "plugins": [LightningEnvironment()], "use_distributed_sampler": replaces}
     trainer = quiet_trainer(callbacks=[LambdaCallback(on_train_start=stop)], strategy="ddp", **own)
     with suppress(Stopped):
         trainer.fit(module, **{"datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders": data})
@@ -218,27 +217,22 @@ class Run:
     shares: bool = False  # the strategy divides whole batches itself
     validation: Sequence[tuple[Samples, Sequence[int]]] = ()  # samples of the loaders, and the sizes of their parts
 
-    def ranks(
-        self, module: LightningModule, samples: Samples, precision: Any, drawn: list[list[Drawn]]
-    ) -> list[Callable[[], Outcome]]:
-        """Return the function of each rank, with the random numbers of one process."""
-        train = partial(self._train, module, samples, precision, drawn)
-        return [partial(train, rank) for rank in range(len(self.sizes))]
-
-    def _train(
+    def train(
         self, module: LightningModule, samples: Samples, precision: Any, drawn: list[list[Drawn]], rank: int
     ) -> Outcome:
+        """Train one rank, with the random numbers that one process has drawn."""
+
         def make_draws(place: int) -> Draws:
             sizes = self.sizes if self.shares or place < STEPS else self.validation[place - STEPS][1]
             return Draws(drawn[place], sum(sizes[:rank]) / sum(sizes), sum(sizes[: rank + 1]) / sum(sizes))
 
         place = None if self.shares else rank
         validation = [own.loader(sizes, place, 1) for own, sizes in self.validation]
-        options: dict[str, Any] = {"strategy": self.make_strategy(), "devices": len(self.sizes)}
-        options["plugins"] = [LightningEnvironment()]
-        loader = samples.loader(self.sizes, place, STEPS)
-        options |= {"make_draws": make_draws, "precision": precision, "traces": not self.shares}
-        return fit(module, loader, validation, **options)
+        return fit(
+            module, samples.loader(self.sizes, place, STEPS), validation, make_draws=make_draws, precision=precision,
+            traces=not self.shares, strategy=self.make_strategy(), devices=len(self.sizes),
+            plugins=[LightningEnvironment()],
+        )  # fmt: skip
 
 
 def trace_alone(
@@ -267,7 +261,7 @@ def fit(
     seed_everything(0, verbose=False)
     watch = _Watch(traces, stops, make_draws)
     options = {"limit_val_batches": 1.0 if validation else 0, "use_distributed_sampler": False, **options}
-    trainer = quiet_trainer(callbacks=[watch, *callbacks], **options)
+    trainer = quiet_trainer(callbacks=[*callbacks, watch], **options)
     with NoDropout(module), suppress(Stopped):
         # A step without `dataloader_idx` is for a single loader.
         trainer.fit(module, loader, validation if len(validation) > 1 else next(iter(validation), None))

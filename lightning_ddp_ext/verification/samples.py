@@ -119,6 +119,11 @@ def _draw_training(module: LightningModule, data: Any, hooks: Any) -> Samples:
         if isinstance(data, LightningDataModule):
             data.prepare_data()
             data.setup("fit")
+        if data is None and not is_overridden("train_dataloader", module):
+            raise ImpossibleError(
+                "there is no data: the module has no `train_dataloader`. Give `--data` or `--batch` to the command, or"
+                " `data` to `verify`"
+            )
         training = hooks.train_dataloader() if data is None or data is hooks else data
         if isinstance(training, Mapping | list | tuple):
             raise ImpossibleError(

@@ -1,7 +1,6 @@
 """Whether the gradient of a batch follows from the gradients of its parts, and if not, at which line."""
 
 import math
-import random
 import sys
 import time
 from collections import deque
@@ -12,16 +11,15 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import STRUCTURE
 from lightning_ddp_ext._lightning import LambdaCallback, LightningModule, Trainer, is_overridden
-from lightning_ddp_ext.batches.label_counts import TokenCount
-from lightning_ddp_ext.batches.weights import WeightBy
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.consistency import value_to_text
-from lightning_ddp_ext.errors import ImpossibleError
+from lightning_ddp_ext.errors import ImpossibleError, describe_error
+from lightning_ddp_ext.resume.rng_state import seed_generators
 from lightning_ddp_ext.verification.operations import Line, Recording, is_own_file
 from lightning_ddp_ext.verification.relations import (
     FINER,
@@ -32,12 +30,14 @@ from lightning_ddp_ext.verification.relations import (
     relative_difference,
 )
 from lightning_ddp_ext.verification.replay import BatchReplay, Gradients, ReplayedStep, find_batch_norms
-from lightning_ddp_ext.verification.report import Check, join_names
-from lightning_ddp_ext.verification.runs import Stopped, quiet_trainer
+from lightning_ddp_ext.verification.report import Check, Verdict, join_names
+from lightning_ddp_ext.verification.runs import Stopped, fit
 from lightning_ddp_ext.verification.samples import Samples
 
 NAME = "gradient of a batch"
+_UNEXPLAINED = "does not follow from its parts"
 _LEAST = 1e-6  # relative difference of gradients that is reported
+DRAW_BEFORE = "draw it in the collate function, whose batch is cut, or switch it off for this check"
 _LEAST_SEEDS, _MOST_SEEDS = 3, 50
 _MISSING = object()
 
@@ -82,30 +82,41 @@ class FirstStep:
     states: list[tuple[str, Line | None]]  # attributes that keep something for the next step, and who sets them
     checks: list[Check] = field(default_factory=list)
 
+    def add(
+        self, verdict: Verdict, text: str, line: Line | None = None, remedy: str = "", *, name: str = NAME,
+        compared: bool = True,
+    ) -> None:  # fmt: skip
+        """Add a check."""
+        self.checks.append(Check(name, verdict, text, str(line or ""), remedy, compared))
 
-def check_first_step(module: LightningModule, samples: Samples, precision: Any) -> FirstStep:
-    """Check the first step of a run of one process."""
+
+def check_first_step(module: LightningModule, samples: Samples, given: WeightBy | None, precision: Any) -> FirstStep:
+    """Check the first step of a run of one process, and the `given` weights of its parts."""
     found: list[FirstStep] = []
-    sizes = samples.sizes()
 
     def check(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        norms = find_batch_norms(pl_module)
+        for part in norms.values():
+            part.eval()  # in the replayed steps, too
         replay = BatchReplay(trainer, pl_module, batch, batch_idx)
         assert replay.batch is not None
         with replay.training_unaffected():
-            found.append(_check_step(replay, *samples.cut(sizes), sizes))
+            found.append(_check_step(replay, samples, given, norms))
         raise Stopped
 
     callbacks = [LambdaCallback(on_train_batch_start=check)]
-    with suppress(Stopped):
-        quiet_trainer(callbacks=callbacks, precision=precision, devices=1).fit(module, samples.loader(sizes, None, 1))
+    loader = samples.loader(samples.sizes(), None, 1)
+    fit(module, loader, callbacks=callbacks, traces=False, precision=precision, devices=1)
     if not found:
         raise ImpossibleError("training ended before its first step")
     return found[0]
 
 
-def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> FirstStep:
-    """Compare the step on a batch with the step on its parts, of `sizes` samples. Batches are before their transfer."""
-    run = partial(replay.run, transferred=False, normalizes=False)
+def _check_step(replay: BatchReplay, samples: Samples, given: WeightBy | None, norms: Iterable[str]) -> FirstStep:
+    """Compare the step on a batch with the step on its parts. Batches are before their transfer."""
+    sizes = samples.sizes()
+    whole, parts = samples.cut(sizes)
+    run = partial(replay.run, transferred=False)
     of_whole = run(whole, record=Recording)
     if not any(one.any() for _, one in of_whole.gradients):
         raise ImpossibleError("the gradient of the first batch is zero, so that there is nothing to compare")
@@ -118,29 +129,28 @@ def _check_step(replay: BatchReplay, whole: Any, parts: Sequence[Any], sizes: Se
     if is_overridden("on_train_batch_end", replay.module):
         ended = (run(batch, ends=True) for batch in (whole, parts[0]))
     states = _find_states(partial(run, whole, ends=True), ended, replay.tolerance)
+    draws = replay.foreign_draws or ("the step draws a random order of samples" if of_whole.recording.permutes else "")
     if not all(one.recording is not None and one.recording.is_matched for one in of_parts):
-        replay.foreign_draws = "the number of random numbers that the step draws does not follow the samples"
-    elif replay.foreign_draws:
+        draws = "the number of random numbers that the step draws does not follow the samples"
+    elif draws:
         line = _find_use_of_draws(partial(run, whole), of_whole, replay.tolerance)
-        replay.foreign_draws = "" if line is None else f"{replay.foreign_draws}, used at {line}"
-    found = FirstStep(None, _LEAST, replay.foreign_draws, states)
+        draws = "" if line is None else f"{draws}, used at {line}"
+    found = FirstStep(None, _LEAST, draws, states)
     if any(len(part.gradients) != len(of_whole.gradients) for part in of_parts):
-        meaning = "the number of optimizer steps depends on the samples"
-        _add_culprit(found, Culprit(None, meaning, "take equally many steps for all batches"))
+        text = f"{_UNEXPLAINED}: the number of optimizer steps depends on the samples"
+        found.add("finding", text, remedy="take equally many steps for all batches")
     else:
-        _compare(found, of_whole, of_parts, sizes, _count_tokens(parts), replay.tolerance)
+        _compare(found, of_whole, of_parts, parts, sizes, given, replay.tolerance)
     running = {operation.module.partition(" ")[0] for operation in of_whole.operations}
-    names = {id(part): name for name, part in replay.module.named_modules()}
-    batch_norms = [f"`{name}`" for one in find_batch_norms(replay.module) if (name := names[id(one)]) in running]
-    if batch_norms:
-        text = f"each device normalises its own samples: {join_names(batch_norms)}"
+    if used := [f"`{name}`" for name in norms if name in running]:
+        text = f"each device normalises its own samples: {join_names(used)}"
         remedy = "`sync_batchnorm=True` normalises the samples of all devices"
-        found.checks.append(Check("batch normalisation", "note", text, remedy=remedy))
+        found.add("note", text, remedy=remedy, name="batch normalisation")
     return found
 
 
 def _find_use_of_draws(run: Callable[..., ReplayedStep], before: ReplayedStep, tolerance: float) -> str | None:
-    """Return the first line with other results for another seed of Python and numpy, if that changes the gradient.
+    """Return the first line with other results for another seed, if that changes the gradient.
 
     Some seeds are tried, and more for about a second, because a random choice may be rare.
     """
@@ -149,76 +159,81 @@ def _find_use_of_draws(run: Callable[..., ReplayedStep], before: ReplayedStep, t
     for seed in range(1, 1 + _MOST_SEEDS):
         if seed > _LEAST_SEEDS and time.monotonic() - started > 1.0:
             break
-        random.seed(seed)
-        numpy.random.seed(seed)
+        seed_generators(seed)
         again = run(record=partial(Recording, whole=before.recording.taken))
         if not GradientFit(before.gradients, [again.gradients]).difference([1.0]) <= tolerance:
-            pairs = zip(before.operations, again.operations, strict=False)
+            pairs = [*zip(before.operations, again.operations, strict=False)]
+            pairs = [pairs[place] for place in sorted(before.leading) if place < len(pairs)]
             different = (one.line for one, other in pairs if _text(one.results) != _text(other.results))
             return str(next(different, None) or "an unknown line")
     return None
 
 
-def _count_tokens(parts: Sequence[Any]) -> Sequence[float]:
-    try:
-        return [TokenCount()(part) for part in parts]
-    except (TypeError, ValueError):
-        return ()
+def _weigh(weight_by: WeightBy, batches: Sequence[Any], sizes: Sequence[int]) -> Weights:
+    """Return the factors of the gradients of batches under a `weight_by`."""
+    rule = WeightRule(weight_by, lambda text: None)
+    return tuple(rule.normalize([rule.weigh(*one) for one in zip(batches, sizes, strict=True)]))
 
 
 def _compare(
     found: FirstStep,
     whole: ReplayedStep,
     parts: Sequence[ReplayedStep],
+    batches: Sequence[Any],
     sizes: Sequence[int],
-    tokens: Sequence[float],
+    given: WeightBy | None,
     tolerance: float,
 ) -> None:
-    """Add what the gradients of the parts say about the gradient of the batch."""
+    """Add what the gradients of the parts say about the gradient of the batch, and about the `given` weights."""
     fit = GradientFit(whole.gradients, [part.gradients for part in parts])
-    by_samples = tuple(size / sum(sizes) for size in sizes)
     differences = Differences(whole, parts, sizes)
     found.tolerance = tolerance = max(tolerance, min(differences.precision**0.5, 0.01), _LEAST)
+    by: dict[WeightBy, Weights] = {one: _weigh(one, batches, sizes) for one in ("samples", "sum")}
+    with suppress(TypeError, ValueError):  # a batch without labels of tokens
+        by["tokens"] = _weigh("tokens", batches, sizes)
+    try:
+        shares = None if given is None else _weigh(given, batches, sizes)
+    except Exception as error:
+        text = f"the given `weight_by` fails: {describe_error(error)}. Leave it out: `verify` names the one that fits"
+        raise ImpossibleError(text) from error
 
     def fits(weights: Weights | None) -> bool:
         return weights is not None and fit.difference(weights) <= tolerance
 
-    if fits(by_samples):
-        found.weight_by = "samples"
-        text = f"the mean of its parts by samples, up to {fit.difference(by_samples):.0e}"
-        found.checks.append(Check(NAME, "ok", text))
-        return
-    if fits((1.0,) * len(sizes)):
-        found.weight_by, line = "sum", differences.find_first("sum")
+    def find_divisor() -> Line | None:
+        fitted = fit.fitted or (-1.0,)
+        is_mean = min(fitted) >= 0 and math.isclose(sum(fitted), 1, rel_tol=tolerance)
+        weights = next(filter(fits, [*differences.origin, shares, *by.values(), fitted if is_mean else None]), None)
+        if weights is None or differences.origin.get(weights) is not None:
+            return differences.origin.get(weights or ())
+        return Differences(whole, parts, sizes, known=weights).find_first("mean", weights)
+
+    name = next((one for one, weights in by.items() if fits(weights)), None)
+    found.weight_by = given if fits(shares) else name
+    remedy = f'set `weight_by="{name}"`' if name else "set `weight_by` to a function that returns this number"
+    if name == "samples":
+        remedy = "leave `weight_by` out"
+        found.add("ok", f"the mean of its parts by samples, up to {fit.difference(by['samples']):.0e}")
+    elif name == "sum":
         text = "the sum of its parts: the loss is a sum, of which `ddp` takes the mean"
-        found.checks.append(Check(NAME, "finding", text, str(line or ""), 'set `weight_by="sum"`'))
-        return
-    weights, divided_at = next((one for one in differences.origin.items() if fits(one[0])), (None, None))
-    if weights is None and fits(fit.fitted) and min(fit.fitted or ()) >= 0:
-        weights = fit.fitted if math.isclose(sum(fit.fitted or ()), 1, rel_tol=tolerance) else None
-        if weights is not None:
-            divided_at = Differences(whole, parts, sizes, known=weights).find_first("mean", weights)
-    if divided_at is not None:
-        shares = [count / (sum(tokens) or 1.0) for count in tokens]
-        if shares and all(abs(one - other) < 1e-6 for one, other in zip(shares, weights or (), strict=True)):
-            found.weight_by = "tokens"
-        value = "to a function that returns this number" if found.weight_by is None else ""
-        remedy = f"set `weight_by` {value}" if value else 'set `weight_by="tokens"`'
-        text = "a mean over something other than samples: this line has what it divides by"
-        found.checks.append(Check(NAME, "finding", text, str(divided_at), remedy))
+        found.add("finding", text, differences.find_first("sum"), remedy)
+    elif (line := find_divisor()) is not None or found.weight_by is not None:
+        text = "a mean over something other than samples" + (": this line has what it divides by" if line else "")
+        found.add("finding", text, line, remedy)
     elif found.draws:
-        text = f"not compared with its parts: {found.draws}"
-        found.checks.append(Check(NAME, "note", text, compared=False))
+        found.add("note", f"not compared with its parts: {found.draws}", remedy=DRAW_BEFORE, compared=False)
+        return
     else:
         finer = (Differences(whole, parts, sizes, rounding) for rounding in FINER)
-        culprit = next(filter(None, (one.find() for one in (differences, *finer))), None)
-        hidden = f"most in `{fit.worst(by_samples)[0]}`, in code that hides operations, or hardly above rounding"
-        _add_culprit(found, culprit or Culprit(None, hidden))
-
-
-def _add_culprit(found: FirstStep, culprit: Culprit) -> None:
-    text = f"does not follow from its parts: {culprit.meaning}"
-    found.checks.append(Check(NAME, "finding", text, str(culprit.line or ""), culprit.remedy))
+        hidden = f"most in `{fit.worst(by['samples'])[0]}`, in code that hides operations, or hardly above rounding"
+        found_at = (one.find() for one in (differences, *finer))
+        culprit = next(filter(None, found_at), Culprit(None, hidden))
+        found.add("finding", f"{_UNEXPLAINED}: {culprit.meaning}", culprit.line, culprit.remedy)
+        return
+    if shares is not None and not fits(shares):
+        factors = join_names([f"{share:.2f}" for share in shares])
+        text = f"`weight_by={value_to_text(given)}` does not fit: it gives the parts of the batch the factors {factors}"
+        found.add("finding", text, remedy=remedy, name="`weight_by`")
 
 
 # ---------------------------------------------------------------- attributes that keep something for the next step
@@ -269,26 +284,25 @@ def _text(value: Any) -> str:
 def _find_setter(run: Callable[..., ReplayedStep], place: _Place) -> Line | None:
     """Return the first line after which an attribute has another value."""
     last: Line | None = None
-    is_changed = False
-    own: dict[str, Any] = {}
+    read: Callable[[], str] = str
     before = ""
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal last, is_changed
-        if is_changed or not is_own_file(frame.f_code.co_filename):
+        nonlocal last
+        if not is_own_file(frame.f_code.co_filename):
             return None
-        is_changed = _text(own.get(place[1], _MISSING)) != before
-        last = last if is_changed else Line(frame.f_code.co_filename, frame.f_lineno)
+        last = Line(frame.f_code.co_filename, frame.f_lineno) if read() == before else last
         return trace
 
     def prepare(module: nn.Module) -> None:
-        nonlocal own, before
+        nonlocal read, before
         own = vars(module.get_submodule(place[0]))
-        before = _text(own.get(place[1], _MISSING))
+        read = lambda: _text(own.get(place[1], _MISSING))  # noqa: E731
+        before = read()
         sys.settrace(trace)
 
     try:
         run(prepare=prepare)
     finally:
         sys.settrace(None)
-    return last if is_changed else None
+    return None if read() == before else last

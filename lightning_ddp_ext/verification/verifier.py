@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_ddp_ext._lightning import DDPStrategy, LightningModule
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.batches.weights import WeightBy
 from lightning_ddp_ext.consistency import value_to_text
-from lightning_ddp_ext.errors import ImpossibleError, describe_error, with_remedy_for_cuda
+from lightning_ddp_ext.errors import ImpossibleError, with_remedy_for_cuda
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -20,8 +20,8 @@ from lightning_ddp_ext.verification.processes import FailedError, TooLateError, 
 from lightning_ddp_ext.verification.relations import relative_difference
 from lightning_ddp_ext.verification.report import Check, Report, join_names
 from lightning_ddp_ext.verification.runs import STEPS, Outcome, Run, compare_steps, draw_indices, fit, trace_alone
-from lightning_ddp_ext.verification.samples import draw_samples
-from lightning_ddp_ext.verification.step_check import NAME, FirstStep, check_first_step
+from lightning_ddp_ext.verification.samples import Samples, draw_samples
+from lightning_ddp_ext.verification.step_check import DRAW_BEFORE, NAME, FirstStep, check_first_step
 
 _KINDS: dict[str, type[ExplicitDDPStrategy]] = {
     "balanced_ddp": BalancedDDPStrategy, "ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy,
@@ -36,6 +36,7 @@ _QUEUE = (
     ". Let a queue of earlier samples, as in MoCo, take the samples of all ranks (`all_gather`): with a queue per rank,"
     " each rank compares its samples with its own earlier ones only"
 )
+_UNUSED = "; plain `ddp` ends with an error, because the module has unused parameters"
 _SUMS = "use a metric that adds up sums and counts over ranks, such as torchmetrics' `MeanMetric` with `weight`"
 
 
@@ -75,7 +76,7 @@ def verify(
         checks = verifier.run()
     except ImpossibleError as error:
         raise ImpossibleError(with_remedy_for_cuda(str(error))) from error
-    return Report(checks, verifier.use(), time.monotonic() - started)
+    return Report(checks, verifier.use(), verifier.plain, time.monotonic() - started)
 
 
 def _incomparable(name: str, reason: str, remedy: str = "") -> Check:
@@ -86,6 +87,7 @@ class _Verifier:
     """The checks of a module on some samples."""
 
     _step: FirstStep
+    _weight_by: WeightBy | None  # that fits the first step, or was given
 
     def __init__(
         self,
@@ -103,13 +105,8 @@ class _Verifier:
         if strategy is not None and self._name is None:
             choices = ", ".join(map(repr, _KINDS))
             raise ImpossibleError(f"`strategy` must be one of {choices} or of their classes, got {strategy!r}")
-        own: Any = getattr(strategy, "weight_by", weight_by)  # of an object, its own
-        self._weight_by: WeightBy | None = own or (None if strategy is None else "samples")
-        self._is_given = self._weight_by is not None
-        try:
-            WeightRule(self._weight_by or "samples", lambda text: None)
-        except (TypeError, ValueError) as error:
-            raise ImpossibleError(describe_error(error)) from error
+        self._given_weight: WeightBy | None = getattr(strategy, "weight_by", weight_by)  # of an object, its own
+        self._default: WeightBy | None = None if strategy is None else "samples"
         self._samples, self._validation, problem = draw_samples(module, data)
         self._notes = [] if problem is None else [_incomparable("validation", problem)]
         self._limit = math.inf  # seconds of a run
@@ -118,25 +115,35 @@ class _Verifier:
         self._is_over = False  # the time limit
         self._is_divided = False  # a stream that gives each rank other samples
         self._equal: list[str] = []  # strategies that train as one process
+        self.plain = ""  # Lightning's strategy that trains as one process
 
     def _fork(self, functions: Sequence[Callable[[], Any]], are_ranks: bool = False) -> list[Any]:
         return run_forked(functions, min(self._deadline, time.monotonic() + self._limit), are_ranks)
+
+    def _fork_first(
+        self, groups: Iterable[Sequence[Callable[[], Any]]], then: str, are_ranks: bool = False
+    ) -> tuple[list[Any], list[str]]:
+        """Return the results of the first functions that do not fail, and the errors of the ones before."""
+        errors: list[str] = []
+        for functions in groups:
+            try:
+                return self._fork(functions, are_ranks), errors
+            except ImpossibleError as error:
+                errors.append(str(error))
+        raise ImpossibleError(then.join(dict.fromkeys(errors)))
 
     def run(self) -> list[Check]:
         """Run all checks."""
         self._progress("one step on a batch and on its parts")
         self._check_step()
-        checks = [*self._step.checks, *self._check_samples(), *self._check_validation_samples(), *self._notes]
+        checks = [*self._step.checks, *self._check_samples(), *self._notes]
         self._progress("two steps in one process")
         started = time.monotonic()
-        try:
-            (alone,) = self._fork([self._train_alone])
-        except ImpossibleError as error:
-            if not self._validation:
-                raise
-            self._validation = []
-            checks.append(_incomparable("validation", f"with it, training ends with an error: {error}"))
-            (alone,) = self._fork([self._train_alone])
+        tries = [self._validation, []] if self._validation else [[]]
+        trainings = [[partial(self._train_alone, one)] for one in tries]
+        (alone,), errors = self._fork_first(trainings, "; and without validation: ")
+        self._validation = tries[len(errors)]
+        checks += [_incomparable("validation", f"with it, training ends with an error: {one}") for one in errors]
         self._limit = max(_SHARE * self._seconds, _SLOWER * (time.monotonic() - started))
         for name, run in self._runs():
             self._progress(f"two steps on {len(run.sizes)} ranks of `{name}`")
@@ -150,54 +157,52 @@ class _Verifier:
             if self._is_over:
                 break
         proved = {check.name for check in checks if check.verdict == "ok"}
+        if f"`{self._ddp}` on 2 ranks" in proved and all(check.verdict != "finding" for check in checks):
+            self.plain = f'strategy="{self._ddp}"'
         if self._gathers and checks[0].verdict == "finding":
             # Such as a contrastive loss over features that ranks gather.
             text = f"{checks[0].text}; `{self._ddp}` trains as one process"
             checks[0] = replace(checks[0], verdict="ok", remedy="", text=text)
-        elif self._is_given and self._weight_by is not None and f"`{self._recommended[0]}` on 2 ranks" in proved:
+        elif (
+            self._weight_by
+            and self._weight_by == (self._given_weight or self._default)
+            and f"`{name}` on 2 ranks" in proved
+        ):
             for place, check in enumerate(checks):
                 if check.verdict == "finding" and check.name in (NAME, f"`{self._ddp}` on 2 ranks"):
-                    text = f"{check.text}; cured: `{self.use()}` trains as one process"
+                    text = f"`{self.use()}` trains as one process; plain `ddp` does not: {check.text}"
                     checks[place] = replace(check, verdict="ok", remedy="", text=text)
         elif checks[0].verdict == "finding" and any(check.remedy == _PER_RANK for check in checks):
             checks[0] = replace(checks[0], remedy=_PER_RANK)
         return checks
 
     def _check_step(self) -> None:
-        check = partial(check_first_step, self._module, self._samples)
-        errors: dict[str, None] = {}
-        for self._precision in ("64-true", "32-true"):
-            try:
-                (self._step,) = self._fork([partial(check, self._precision)])
-                break
-            except ImpossibleError as error:
-                errors[str(error)] = None
-        else:
-            raise ImpossibleError("; and in single precision: ".join(errors))
+        check = partial(check_first_step, self._module, self._samples, self._given_weight)
+        checks = [[partial(check, one)] for one in ("64-true", "32-true")]
+        (self._step,), errors = self._fork_first(checks, "; and in single precision: ")
+        self._precision = "32-true" if errors else "64-true"
         self._notes += [Check("precision", "note", f"single, because in double precision, {one}") for one in errors]
-        if not self._is_given:
-            self._weight_by = self._step.weight_by
+        self._weight_by = self._step.weight_by or self._given_weight or self._default
 
-    def _train_alone(self) -> Outcome:
+    def _train_alone(self, validation: Sequence[Samples]) -> Outcome:
         loader = self._samples.loader(self._samples.sizes(), None, STEPS)
-        validation = [one.loader(one.sizes(), None, 1) for one in self._validation]
-        return fit(self._module, loader, validation, devices=1, precision=self._precision)
+        loaders = [one.loader(one.sizes(), None, 1) for one in validation]
+        return fit(self._module, loader, loaders, devices=1, precision=self._precision)
 
     def _check_samples(self) -> Iterable[Check]:
         """Compare what the samplers of two ranks give."""
+        for number, one in enumerate(self._validation):
+            if one.length is not None and one.length % 2:
+                text = f"`ddp` repeats samples of validation loader {number} so that all ranks have equally many"
+                yield Check("samples of validation", "note", text, remedy=_EACH_ONCE)
         if self._name == "balanced_ddp":
             return  # it divides the samples itself
         self._progress("the samples of two ranks")
-        draw = partial(draw_indices, self._module, self._data, 2)
-        errors: dict[str, None] = {}
-        for replaces in (True, False):  # Lightning refuses to replace some samplers
-            try:
-                found = self._fork([partial(draw, replaces=replaces)] * 2, are_ranks=True)
-                break
-            except ImpossibleError as error:
-                errors[str(error)] = None
-        else:
-            yield _incomparable("samples of ranks", "; and with its own samplers: ".join(errors))
+        draws = [[partial(draw_indices, self._module, self._data, one)] * 2 for one in (True, False)]
+        try:  # Lightning refuses to replace some samplers
+            found, _ = self._fork_first(draws, "; and with its own samplers: ", are_ranks=True)
+        except ImpossibleError as error:
+            yield _incomparable("samples of ranks", str(error))
             return
         ours, theirs = ({one for one in walk(batches) if not isinstance(one, list | tuple)} for batches, _ in found)
         self._is_divided = self._samples.is_stream and not ours & theirs
@@ -206,25 +211,18 @@ class _Verifier:
             remedy = "let each rank have other samples, such as every second one, or use `balanced_ddp`"
             yield Check("samples of ranks", "finding", text, str(found[0][1] or ""), remedy)
 
-    def _check_validation_samples(self) -> Iterable[Check]:
-        for number, one in enumerate(self._validation):
-            if one.length is not None and one.length % 2:
-                text = f"`ddp` repeats samples of validation loader {number} so that all ranks have equally many"
-                yield Check("samples of validation", "note", text, remedy=_EACH_ONCE)
-
     def _runs(self) -> Iterable[tuple[str, Run]]:
         """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
+        first, *others = sizes = self._samples.sizes()
         halves = [(one, [sum(one.sizes()) // 2] * 2) for one in self._validation]
-        number = sum(self._samples.sizes())
-        yield "ddp", Run(DDPStrategy, [number // 2] * 2, validation=halves)
+        yield "ddp", Run(DDPStrategy, [sum(sizes) // 2] * 2, validation=halves)
         if self._weight_by is None:
             return
         name, kind = self._recommended
-        sizes, shares = self._samples.sizes(), kind is BalancedDDPStrategy
-        unequal = [(one, [one.sizes()[0], sum(one.sizes()[1:])]) for one in self._validation]
-        thirds = [(one, [1, 1, sum(one.sizes()) - 2]) for one in self._validation]
-        of_two = [sizes[0], number - sizes[0]], unequal
-        for parts, validation in (of_two, (sizes, thirds))[: len(sizes) - 1]:
+        shares = kind is BalancedDDPStrategy
+        for parts in ([first, sum(others)], sizes)[: len(others)]:
+            ones = [1] * (len(parts) - 1)
+            validation = [(one, [*ones, sum(one.sizes()) - len(ones)]) for one in self._validation]
             make: Any = partial(kind, weight_by=self._weight_by, **({"split": parts} if shares else {}))
             yield name, Run(make if self._given is None else lambda: self._given, parts, shares, validation)
 
@@ -283,7 +281,8 @@ class _Verifier:
             self._equal.append(strategy)
             if unmatched:
                 return Check(name, "note", f"equal to one process by chance: {unmatched}", compared=False)
-            return Check(name, "ok", "ranks are identical, and train as one process")
+            permitted = _UNUSED if strategy == "ddp" != self._ddp else ""
+            return Check(name, "ok", f"ranks are identical, and train as one process{permitted}")
         step, difference = wrong
         if first.rates != alone.rates and step > 0:
             pairs = zip(first.rates, alone.rates, strict=True)
@@ -294,11 +293,11 @@ class _Verifier:
         if self._communicates and relative_difference(whole, alone.gradients[0]) <= self._step.tolerance:
             text = "the gradient is the one of one process, divided by the number of ranks"
             return Check(name, "finding", text, remedy=_PER_RANK)
-        if not unmatched and strategy == "ddp" and self._step.weight_by != "samples":
-            unmatched = "its gradient is no mean over samples, see above"
         if unmatched:
             text = f"ranks are identical; not compared with one process: {unmatched}"
-            return Check(name, "note", text, compared=False)
+            return Check(name, "note", text, remedy=DRAW_BEFORE if self._step.draws else "", compared=False)
+        if strategy == "ddp" and self._step.checks[0].verdict != "ok":
+            return Check(name, "note", "ranks are identical, but not as one process, for the reason in the first row")
         text = f"the gradient of step {step + 1} differs by {difference:.1e} from one process"
         states = self._step.states
         if not step or not states:
@@ -309,16 +308,15 @@ class _Verifier:
 
     def _train(self, strategy: str, run: Run, alone: Outcome) -> list[Outcome]:
         """Return the outcomes of a run; if plain `ddp` refuses a module, of `ddp` that permits unused parameters."""
-        given = self._module, self._samples, self._precision, alone.draws
+        train = partial(run.train, self._module, self._samples, self._precision, alone.draws)
         try:
-            return self._fork(run.ranks(*given), are_ranks=True)
+            return self._fork([partial(train, rank) for rank in range(len(run.sizes))], are_ranks=True)
         except FailedError as error:
-            if strategy != "ddp" or "unused parameters" not in str(error):
+            if strategy != "ddp" or self._ddp != "ddp" or "unused parameters" not in str(error):
                 raise
-            permitting = replace(run, make_strategy=partial(DDPStrategy, find_unused_parameters=True))
-            outcomes = self._fork(permitting.ranks(*given), are_ranks=True)
-            self._ddp = "ddp_find_unused_parameters_true"
-            return outcomes
+        self._ddp = "ddp_find_unused_parameters_true"
+        permitting = partial(DDPStrategy, find_unused_parameters=True)
+        return self._train(strategy, replace(run, make_strategy=permitting), alone)
 
     def _check_ranks(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Iterable[Check]:
         """Compare the step of each rank with the step of one process on the same samples."""

@@ -40,7 +40,7 @@ def found(module, data=None, **options):
 
 
 @pytest.mark.parametrize(
-    "defect", but_slow(modules.COUPLED, modules.centred, modules.hardest, modules.mixed, modules.with_a_masked_class)
+    "defect", but_slow(modules.COUPLED, modules.centred, modules.hardest, modules.with_a_masked_class)
 )
 def test_the_line_at_which_samples_influence_each_other_is_named(defect):
     report, findings = found(Module(defect))
@@ -76,11 +76,11 @@ def test_a_sum_and_its_line_are_named_with_the_strategy_to_use():
     assert report.use == 'strategy=BalancedDDPStrategy(weight_by="sum")'
 
 
-@pytest.mark.parametrize("compute", but_slow(modules.HEALTHY, modules.noisy))
+@pytest.mark.parametrize("compute", but_slow(modules.HEALTHY, modules.noisy, modules.shuffled_and_sorted))
 def test_nothing_is_found_in_healthy_steps(compute):
     report, findings = found(Module(compute))
     assert findings == {}
-    assert report.use == 'strategy="balanced_ddp"'
+    assert (report.plain, report.use, report.unproved) == ('strategy="ddp"', 'strategy="balanced_ddp"', [])
     report.raise_for_findings()
 
 
@@ -122,10 +122,14 @@ def test_a_collate_function_that_draws_random_numbers_is_no_finding(collate):
     assert line_of(modules.centred) in findings[GRADIENT].where
 
 
-def test_values_of_numpy_that_all_ranks_draw_alike_are_no_finding():
-    report, findings = found(modules.Mixup())
-    assert findings == {}
-    assert GRADIENT in report.unproved
+@pytest.mark.parametrize(
+    ("module", "defect"), [(modules.Mixup(), modules.Mixup), (Module(modules.mixed), modules.mixed)]
+)
+def test_samples_that_are_mixed_at_random_are_a_note_whoever_draws(module, defect):
+    report, findings = found(module)
+    assert (findings, report.unproved, report.use) == ({}, [GRADIENT, "`ddp` on 2 ranks"], "")
+    assert line_of(defect) in report.checks[0].text
+    assert report.checks[0].remedy.startswith("draw it in the collate function")
 
 
 def test_the_line_that_uses_a_random_number_of_python_is_named_in_the_note():
@@ -163,8 +167,40 @@ def test_a_given_strategy_that_cures_a_finding_is_proved(options, use):
     assert findings == {}
     check = report.checks[0]
     assert (check.name, check.verdict) == (GRADIENT, "ok")
-    assert f"cured: `strategy={use}" in check.text
+    assert check.text.startswith(f"`strategy={use}")
+    assert "trains as one process; plain `ddp` does not: a mean over something other" in check.text
     assert f"strategy={use}" in report.use
+    assert (report.plain, report.unproved) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("module", "weight_by", "remedy", "use"),
+    [
+        (Module(), lambda batch: float(batch[1].sum()), "leave `weight_by` out", 'strategy="balanced_ddp"'),
+        (Module(modules.masked), "samples", "set `weight_by` to a function that returns this number", ""),
+        (
+            Module(modules.added_up),
+            "samples",
+            'set `weight_by="sum"`',
+            'strategy=BalancedDDPStrategy(weight_by="sum")',
+        ),
+    ],
+)
+def test_a_given_weight_that_does_not_fit_is_named_with_the_one_that_fits(module, weight_by, remedy, use):
+    report, findings = found(module, weight_by=weight_by)
+    assert findings["`weight_by`"].text.startswith("`weight_by=")
+    assert (findings["`weight_by`"].remedy, report.use) == (remedy, use)
+
+
+def test_a_strategy_with_another_weight_than_the_loss_has_is_a_finding():
+    _, findings = found(Module(), strategy=DDPJoinStrategy(weight_by="sum"))
+    assert "`weight_by=sum` does not fit" in findings["`weight_by`"].text
+    assert found(Module(modules.added_up), strategy="ddp_join")[0].use.endswith('(weight_by="sum")')
+
+
+def test_a_given_weight_that_fails_is_refused():
+    with pytest.raises(ImpossibleError, match=r"the given `weight_by` fails: .*'labels'.*Leave it out"):
+        verify(Module(), make_data(), weight_by="tokens")
 
 
 def test_a_given_strategy_that_does_not_cure_a_finding_is_a_finding():
@@ -274,6 +310,7 @@ def test_a_step_that_gathers_the_samples_of_all_ranks_is_right(module, strategy)
     assert findings == {}
     assert report.use == f'strategy="{strategy}"'
     assert [check.name for check in report.checks] == [GRADIENT, f"`{strategy}` on 2 ranks"]
+    assert ("plain `ddp` ends with an error" in report.checks[1].text) == (strategy != "ddp")
 
 
 @pytest.mark.slow
@@ -458,18 +495,21 @@ def test_a_value_that_only_rank_zero_logs_is_a_note_unless_it_is_monitored():
 def test_findings_are_blocks_of_lines():
     check = Check("step", "finding", "it differs", "model:3  loss", "do this")
     with pytest.raises(AssertionError, match=r"\n\nstep: it differs\n  model:3  loss\n  Remedy: do this\.$"):
-        Report([check], "", 0.0).raise_for_findings()
+        Report([check], "", "", 0.0).raise_for_findings()
 
 
 def test_the_last_lines_say_what_the_exit_code_means_and_what_was_not_proved(capsys):
     finding = Check("step", "finding", "it differs")
-    cli._print(Report([finding, Check("ranks", "note", "why", compared=False)], 'strategy="a"', 1.0))
-    text, use, unproved = capsys.readouterr().out.rsplit("\n", 3)[:3]
+    unproved = Check("ranks", "note", "why", compared=False)
+    cli._print(Report([finding, unproved], 'strategy="a"', "", 1.0))
+    text, use, last = capsys.readouterr().out.rsplit("\n", 3)[:3]
     assert "so that the exit code is 1" in text
     assert use == 'Use Trainer(strategy="a").'
-    assert unproved == "Not proved, for the reasons in the table: ranks."
-    cli._print(Report([Check("step", "ok", "")], 'strategy="a"', 1.0))
-    assert capsys.readouterr().out.endswith('1.0 s\nUse Trainer(strategy="a").\n')
+    assert last == "Not compared, for the reasons in the table: ranks."
+    cli._print(Report([Check("step", "ok", "")], 'strategy="a"', 'strategy="a"', 1.0))
+    assert capsys.readouterr().out.endswith('1.0 s after the imports\nUse Trainer(strategy="a").\n')
+    cli._print(Report([unproved], "", "", 1.0))
+    assert capsys.readouterr().out.endswith("No strategy is proved, so that the exit code is 2.\n")
 
 
 def state_of(module):
@@ -580,7 +620,7 @@ def test_nothing_is_proved_without_an_optimizer_step():
 
 def test_a_report_without_a_strategy_does_not_pass():
     with pytest.raises(AssertionError, match=r"nothing is proved: ranks\."):
-        Report([Check("ranks", "note", "why", compared=False)], "", 1.0).raise_for_findings()
+        Report([Check("ranks", "note", "why", compared=False)], "", "", 1.0).raise_for_findings()
 
 
 def test_a_logged_number_of_low_precision_hides_nothing():
