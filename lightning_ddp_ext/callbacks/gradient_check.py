@@ -24,8 +24,8 @@ from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpa
 from lightning_ddp_ext.errors import BatchSplitError, ImpossibleError, describe_error
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+from lightning_ddp_ext.verification.relations import GradientFit
 from lightning_ddp_ext.verification.replay import BatchReplay
-from lightning_ddp_ext.verification.step_check import GradientFit
 
 _SHOWN = 8  # weights in a message
 

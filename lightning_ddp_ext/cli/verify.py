@@ -68,7 +68,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--strategy", metavar="NAME", help="strategy to check besides ddp: ddp_join, balanced_ddp,"
                         " ddp_checkpoint, or the path of an object or of a function that returns it")  # fmt: skip
     parser.add_argument("--weight_by", metavar="NAME", help="its `weight_by`: samples, tokens, equal, sum, or the path"
-                        " of a function of a batch")  # fmt: skip
+                        " of a function of a batch; without it, the one that fits")  # fmt: skip
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which all ends (%(default)g)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(

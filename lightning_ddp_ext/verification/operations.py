@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import OperationMode
@@ -54,7 +53,6 @@ class Operation:
 
     name: str  # such as `mm`, or `c10d::allreduce_`, which communicates
     lines: tuple[Line, ...]  # outside of the libraries, the innermost first
-    module: str  # name and class of the innermost module whose forward pass is running
     is_backward: bool
     results: tuple[Tensor, ...]
     sources: frozenset[int]  # positions of the earlier operations that it reads
@@ -65,11 +63,6 @@ class Operation:
     def line(self) -> Line | None:
         """The innermost line."""
         return next(iter(self.lines), None)
-
-    @property
-    def communicates(self) -> bool:
-        """Whether it is a collective."""
-        return self.name.startswith(GROUPS)
 
 
 class Draws(OperationMode):  # type: ignore[misc]
@@ -125,36 +118,16 @@ class Draws(OperationMode):  # type: ignore[misc]
 
 
 class Recording(Draws):
-    """Records the operations of a block, on a module and the tensors of a batch; `options` as for `Draws`."""
+    """Records the operations of a block, which reads the tensors of a batch; `options` as for `Draws`."""
 
-    def __init__(self, module: nn.Module, batch: Iterable[Tensor], **options: Any) -> None:
+    def __init__(self, batch: Any, **options: Any) -> None:
         super().__init__(**options)
         self.operations: list[Operation] = []
         self.is_backward = False  # what runs now
-        self._batch = {id(tensor) for tensor in batch}
-        self._names = {id(part): f"{name} ({type(part).__name__})" for name, part in module.named_modules() if name}
-        self._running: list[str] = []
+        self._batch = {*map(id, _tensors(batch))}
         self._writer: dict[int, int] = {}  # the operation that made a tensor, by its `id`
         self._changes: dict[int, list[int]] = defaultdict(list)  # in-place operations on a storage
         self._kept: list[Tensor] = []  # so that no `id` is used twice
-
-    @override
-    def __enter__(self) -> "Recording":
-        def enter(module: nn.Module, inputs: Any) -> None:
-            self._running.append(self._names.get(id(module), ""))
-
-        def leave(*_: Any) -> None:
-            self._running.pop()
-
-        self._hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        super().__enter__()
-        return self
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +145,6 @@ class Recording(Draws):
             Operation(
                 name=name,
                 lines=find_lines(),
-                module=next(filter(None, reversed(self._running)), ""),
                 is_backward=self.is_backward,
                 results=tuple(one.detach().clone() for one in results),
                 sources=frozenset(sources),

@@ -144,12 +144,11 @@ def _explain(failures: Sequence[_Failure], number: int) -> FailedError:
     rank = f"rank {first.place} fails first: " if number > 1 else ""
     if not first.is_lost:
         return FailedError(f"{rank}{first.text}", first.line, _OF_RANKS if number > 1 else "")
-    unequal = [one for one in failures if _UNEQUAL.search(one.text)]
-    if unequal:
-        text = f"rank {unequal[0].place} gets a tensor of another size in a collective call than it gives"
-        return FailedError(text, unequal[0].line or first.line, _SAME_CALLS)
-    text = f"rank {first.place} loses its connection to other ranks in a collective call"
-    return FailedError(text, first.line, _SAME_CALLS)
+    unequal = next((one for one in failures if _UNEQUAL.search(one.text)), None)
+    text = "loses its connection to other ranks in a collective call"
+    text = "gets a tensor of another size in a collective call than it gives" if unequal else text
+    at = unequal or first
+    return FailedError(f"rank {at.place} {text}", at.line or first.line, _SAME_CALLS)
 
 
 def _describe_end(code: int | None, output: str) -> tuple[bool, float, str, Line | None]:

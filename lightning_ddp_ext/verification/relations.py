@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.verification.operations import Line, Operation
-from lightning_ddp_ext.verification.replay import ReplayedStep
+from lightning_ddp_ext.verification.replay import Gradients, ReplayedStep
 
 # Of a result: `"same"` on all; `"rows"`, the parts put together; their `"sum"`, or a weighted `"mean"`; `"none"`
 # of these; `"unknown"` if no number says.
@@ -22,7 +22,7 @@ Weights = tuple[float, ...]
 # Operations that order values or choose among them.
 _CHOICES = re.compile("(a|arg|cum|nan)?(max|min|median|sort|topk|kthvalue|quantile|unique)")
 # Exponents of the precision in a tolerance, 4e-10 for double and 7e-5 for single precision; and finer ones for a line.
-ROUNDING, FINER = 0.6, (0.75, 0.9)
+ROUNDINGS = 0.6, 0.75, 0.9
 _LARGE = 1e4  # numbers from which on masks of attention begin
 
 
@@ -53,53 +53,32 @@ class Differences:
     """
 
     def __init__(
-        self,
-        whole: ReplayedStep,
-        parts: Sequence[ReplayedStep],
-        sizes: Sequence[int],
-        rounding: float = ROUNDING,
-        known: Weights | None = None,
+        self, whole: ReplayedStep, parts: list[ReplayedStep], sizes: list[int], rounding: float, known: Weights = ()
     ) -> None:
-        self._operations, self._parts = whole.operations, [part.operations for part in parts]
-        self._leading = whole.leading
-        # What does not depend on the batch, such as the angles of positions, has the same rounding in parts.
-        # Nor have logged values an influence on the gradient.
-        leading = [one for place, one in enumerate(self._operations) if place in self._leading] or self._operations
-        results = (one for operation in leading if operation.is_of_batch for one in operation.results)
-        found = (torch.finfo(one.dtype).eps for one in results if one.is_floating_point())
-        self.precision = max(found, default=torch.finfo(torch.float64).eps)  # the coarsest
-        self._tolerance: float = self.precision**rounding
+        self._operations, self._leading = whole.operations, whole.leading
+        self._tolerance: float = find_precision(whole) ** rounding
         # Weights of means, by their divisors, and the lines that have these numbers.
-        self._origin: dict[Weights, Line | None] = {}
-        self._known = [tuple(size / sum(sizes) for size in sizes), *([] if known is None else [known])]
-
-    @cached_property
-    def _matched(self) -> dict[int, _Matched]:
-        found: dict[int, _Matched] = {}
-        for position, others in _match(self._operations, self._parts).items():
+        self.origin: dict[Weights, Line | None] = {}
+        self._known = [tuple(size / sum(sizes) for size in sizes), *([known] if known else [])]
+        self._matched: dict[int, _Matched] = {}
+        for position, others in _match(self._operations, [part.operations for part in parts]).items():
             operation = self._operations[position]
             if operation.is_of_batch and "empty" not in operation.name:  # which sets no value
-                self._relate(found, position, operation, others)
-        return found
+                self._relate(position, operation, others)
 
-    @property
-    def origin(self) -> dict[Weights, Line | None]:
-        """The weights of means, and the lines that have what these are divided by."""
-        return self._origin if self._matched else {}
-
-    def _relate(
-        self, matched: dict[int, _Matched], position: int, operation: Operation, others: Sequence[Operation]
-    ) -> None:
+    def _relate(self, position: int, operation: Operation, others: Sequence[Operation]) -> None:
         before = len(self._known)
         for index, result in enumerate(operation.results):
             of_parts = [other.results[index] for other in others if len(other.results) > index]
             if len(of_parts) == len(others):
                 kind, weights = self._find_relation(operation, result, of_parts)
-                earlier = matched.get(position)
+                if kind == "sum" and result.numel() == 1:
+                    self._learn([part.item() for part in of_parts])
+                earlier = self._matched.get(position)
                 if earlier is None or earlier.kind == "unknown" or kind == "none":  # the worst of its results
                     shapes = (result.shape, *(part.shape for part in of_parts))
-                    matched[position] = _Matched(position, operation, kind, weights, shapes)
-        self._origin.update(dict.fromkeys(self._known[before:], operation.line))
+                    self._matched[position] = _Matched(position, operation, kind, weights, shapes)
+        self.origin.update(dict.fromkeys(self._known[before:], operation.line))
 
     def find(self) -> Culprit | None:
         """Return the first operation without a relation that leads to a loss, or else one of a backward pass."""
@@ -114,11 +93,9 @@ class Differences:
 
     def find_first(self, kind: Kind, weights: Weights = ()) -> Line | None:
         """Return the line of the first operation with a relation that leads to a loss."""
-        for one in self._matched.values():
-            is_forward = one.position in self._leading and not one.operation.is_backward
-            if is_forward and (one.kind, one.weights) == (kind, weights):
-                return one.operation.line
-        return None
+        alike = (one for one in self._matched.values() if (one.kind, one.weights) == (kind, weights))
+        leading = (one.operation for one in alike if one.position in self._leading)
+        return next((one.line for one in leading if not one.is_backward), None)
 
     def _explain(self, one: _Matched) -> str:
         """Return what an operation without a relation does."""
@@ -169,11 +146,7 @@ class Differences:
         """Integers may be positions, which differ: they say something only if they are equal or sums."""
         if all(torch.equal(whole, part) for part in parts):
             return "same"
-        if whole.dtype != torch.bool and torch.equal(whole, sum(parts[1:], parts[0])):
-            if whole.numel() == 1:
-                self._learn([part.item() for part in parts])
-            return "sum"
-        return "unknown"
+        return "sum" if whole.dtype != torch.bool and torch.equal(whole, sum(parts[1:], parts[0])) else "unknown"
 
     def _relate_alike(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Kind, Weights]:
         """Return the relation of results of one shape."""
@@ -182,8 +155,6 @@ class Differences:
         stacked = torch.stack([part.flatten() for part in parts], dim=1)
         flat = whole.flatten()
         if self._are_close(stacked.sum(1), flat):
-            if whole.numel() == 1:
-                self._learn([part.item() for part in parts])
             return "sum", ()
         for weights in self._known:
             if self._are_close(stacked @ flat.new_tensor(weights), flat):
@@ -237,6 +208,47 @@ class Differences:
         return all(self._are_close(*[(row @ direction).sort().values for row in pair]) for pair in (usual, large))
 
 
+class GradientFit:
+    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch."""
+
+    def __init__(self, whole: Gradients, parts: Sequence[Gradients]) -> None:
+        self._names, self._numbers = [name for name, _ in whole], [len(one) for _, one in whole]
+        self._whole = torch.cat([one for _, one in whole])
+        self._parts = torch.stack([torch.cat([one for _, one in part]) for part in parts], dim=1)
+
+    @cached_property
+    def fitted(self) -> Weights | None:
+        """The weights with the least difference; None if they are not unique, or fit any gradient."""
+        used = int(((self._parts != 0).any(1) | (self._whole != 0)).sum())
+        is_finite = self._parts.isfinite().all() and self._whole.isfinite().all()
+        return fit_weights(self._parts, self._whole) if used > self._parts.shape[1] and is_finite else None
+
+    def difference(self, weights: Sequence[float]) -> float:
+        """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
+        return relative_difference(self._sum(weights), self._whole)
+
+    def worst(self, weights: Sequence[float]) -> tuple[str, float]:
+        """Return the parameter with the largest part of the difference, and its relative difference."""
+        pairs = zip(*(torch.split(vector, self._numbers) for vector in (self._sum(weights), self._whole)), strict=True)
+        by_name = dict(zip(self._names, pairs, strict=True))
+        name = max(by_name, key=lambda name: float((by_name[name][0] - by_name[name][1]).norm()))
+        return name, relative_difference(*by_name[name])
+
+    def _sum(self, weights: Sequence[float]) -> Tensor:
+        return self._parts @ torch.tensor(weights, dtype=torch.float64)
+
+
+def find_precision(step: ReplayedStep) -> float:
+    """Return the coarsest precision of the results that depend on the batch and lead to a loss.
+
+    Others, such as the angles of positions and logged values, have the same rounding in parts, or no influence.
+    """
+    leading = [step.operations[place] for place in step.leading] or step.operations
+    results = (one for operation in leading if operation.is_of_batch for one in operation.results)
+    found = (torch.finfo(one.dtype).eps for one in results if one.is_floating_point())
+    return max(found, default=torch.finfo(torch.float64).eps)
+
+
 def relative_difference(one: Tensor, other: Tensor) -> float:
     """Return the norm of a difference, relative to the norm of the other vector."""
     size, norm = float((one - other).norm()), float(other.norm())
@@ -252,14 +264,14 @@ def fit_weights(parts: Tensor, whole: Tensor) -> Weights | None:
 def _match(whole: Sequence[Operation], parts: Sequence[Sequence[Operation]]) -> dict[int, list[Operation]]:
     """Return the counterparts of operations in the parts, by their position in the whole, in its order.
 
-    Operations with the same name, line and module correspond in their order, if there are equally many. If there are as
-    many as in all parts together, as in a loop over samples, each corresponds to one of one part.
+    Operations with the same name and lines correspond in their order, if there are equally many. If there are as many
+    as in all parts together, as in a loop over samples, each corresponds to one of one part.
     """
     groups: list[dict[object, list[int]]] = []
     for run in (whole, *parts):
         group: dict[object, list[int]] = defaultdict(list)
         for position, operation in enumerate(run):
-            group[operation.name, operation.line, operation.module, operation.is_backward].append(position)
+            group[operation.name, operation.lines, operation.is_backward].append(position)
         groups.append(group)
     found: dict[int, list[Operation]] = {}
     for key, positions in groups[0].items():

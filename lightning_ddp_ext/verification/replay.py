@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_ddp_ext._compat.lightning import takes_batch_idx
 from lightning_ddp_ext._compat.torch import BatchNorm, replaced_collectives
 from lightning_ddp_ext._lightning import DummyLogger, LightningModule, MixedPrecision, Trainer
-from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
@@ -97,7 +96,7 @@ class BatchReplay:
         batch: Any,
         *,
         transferred: bool = True,
-        record: Callable[[nn.Module, list[Tensor]], Recording] | None = None,
+        record: Callable[[Any], Recording] | None = None,
         refuses_collectives: bool = True,
         ends: bool = False,
         prepare: Callable[[nn.Module], Any] = lambda module: None,
@@ -116,9 +115,7 @@ class BatchReplay:
             with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, NoDropout(self._copy):
                 module = self._copied(self._copy)
                 batch = plugin.convert_input(copy.deepcopy(batch))
-                recording = None
-                if record is not None:
-                    recording = record(module, [one for one in walk(batch) if isinstance(one, Tensor)])
+                recording = None if record is None else record(batch)
                 losses: list[Tensor] = []
 
                 def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:

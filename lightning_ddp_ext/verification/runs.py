@@ -53,7 +53,6 @@ class Outcome:
     gradients: list[Tensor] = field(default_factory=list)  # of the optimizer steps, as vectors in float64
     difference: str | None = None  # of the training state between ranks
     logged: dict[str, float] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
     lines: dict[str, Line | None] = field(default_factory=dict)  # that have logged the keys
     monitored: set[str] = field(default_factory=set)  # keys that a scheduler or a callback reads
     # Of the first step: with the random numbers of one process, and with others.
@@ -145,9 +144,10 @@ def _trace(replay: BatchReplay, seed: int | None) -> list[Traced]:
     leading, shared = step.leading, set[int]()
     found = []
     for place, one in enumerate(step.operations):
-        if one.communicates or one.sources & shared:
+        is_collective = one.name.startswith(GROUPS)
+        if is_collective or one.sources & shared:
             shared.add(place)
-        if place in leading or one.communicates:
+        if place in leading or is_collective:
             text = value_to_text(one.results) if one.is_computed and seed is None else ""
             found.append(Traced(one.name, one.lines, text, place in shared))
     return found
@@ -266,5 +266,4 @@ def fit(
         # A step without `dataloader_idx` is for a single loader.
         trainer.fit(module, loader, validation if len(validation) > 1 else next(iter(validation), None))
     watch.found.logged = logged_numbers(trainer)
-    watch.found.rates = [float(group.get("lr", 0.0)) for one in trainer.optimizers for group in one.param_groups]
     return watch.found

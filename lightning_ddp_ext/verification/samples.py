@@ -86,16 +86,13 @@ class Samples:
         begin, end = indices[0], indices[-1] + 1
         if self._batch is None:
             return self._collate(copy.deepcopy(self._samples[begin:end]))
-        sizes = [size for size in (begin, end - begin, self.number - end) if size]
-        return self._split(sizes)[begin > 0]
+        sizes, batch = [size for size in (begin, end - begin, self.number - end) if size], copy.deepcopy(self._batch)
+        scattered = split_batch(batch, sizes) if self._scatter is None else self._scatter(batch, lambda number: sizes)
+        return [*scattered][begin > 0]
 
     def _collate_seeded(self, seed: int) -> Any:
         with SeededRng(seed).drawing():
             return self._collate(copy.deepcopy(self._samples))
-
-    def _split(self, sizes: Sequence[int]) -> list[Any]:
-        batch = copy.deepcopy(self._batch)
-        return [*self._scatter(batch, lambda number: sizes)] if self._scatter is not None else split_batch(batch, sizes)
 
 
 def _take(loader: Any) -> list[Any]:
@@ -126,9 +123,7 @@ def _draw_training(module: LightningModule, data: Any, hooks: Any) -> Samples:
             )
         training = hooks.train_dataloader() if data is None or data is hooks else data
         if isinstance(training, Mapping | list | tuple):
-            raise ImpossibleError(
-                "there are several training loaders. Give one loader, or a list of batches in a loader"
-            )
+            raise ImpossibleError("there are several training loaders. Give one, or a list of batches in a loader")
         return Samples(training, module)
     except ImpossibleError:
         raise

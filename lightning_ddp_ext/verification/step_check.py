@@ -4,14 +4,13 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import STRUCTURE
@@ -22,54 +21,25 @@ from lightning_ddp_ext.errors import ImpossibleError, describe_error
 from lightning_ddp_ext.resume.rng_state import seed_generators
 from lightning_ddp_ext.verification.operations import Line, Recording, is_own_file
 from lightning_ddp_ext.verification.relations import (
-    FINER,
+    ROUNDINGS,
     Culprit,
     Differences,
+    GradientFit,
     Weights,
-    fit_weights,
-    relative_difference,
+    find_precision,
 )
-from lightning_ddp_ext.verification.replay import BatchReplay, Gradients, ReplayedStep, find_batch_norms
+from lightning_ddp_ext.verification.replay import BatchReplay, ReplayedStep, find_batch_norms
 from lightning_ddp_ext.verification.report import Check, Verdict, join_names
 from lightning_ddp_ext.verification.runs import Stopped, fit
 from lightning_ddp_ext.verification.samples import Samples
 
-NAME = "gradient of a batch"
+NAME, WEIGHT = "gradient of a batch", "`weight_by`"
 _UNEXPLAINED = "does not follow from its parts"
 _LEAST = 1e-6  # relative difference of gradients that is reported
 DRAW_BEFORE = "draw it in the collate function, whose batch is cut, or switch it off for this check"
+_BY_FUNCTION = "set `weight_by` to a function that returns this number, and give it to `verify` for the proof"
 _LEAST_SEEDS, _MOST_SEEDS = 3, 50
 _MISSING = object()
-
-
-class GradientFit:
-    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch."""
-
-    def __init__(self, whole: Gradients, parts: Sequence[Gradients]) -> None:
-        self._names, self._numbers = [name for name, _ in whole], [len(one) for _, one in whole]
-        self._whole = torch.cat([one for _, one in whole])
-        self._parts = torch.stack([torch.cat([one for _, one in part]) for part in parts], dim=1)
-
-    @cached_property
-    def fitted(self) -> Weights | None:
-        """The weights with the least difference; None if they are not unique, or fit any gradient."""
-        used = int(((self._parts != 0).any(1) | (self._whole != 0)).sum())
-        is_finite = self._parts.isfinite().all() and self._whole.isfinite().all()
-        return fit_weights(self._parts, self._whole) if used > self._parts.shape[1] and is_finite else None
-
-    def difference(self, weights: Sequence[float]) -> float:
-        """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
-        return relative_difference(self._sum(weights), self._whole)
-
-    def worst(self, weights: Sequence[float]) -> tuple[str, float]:
-        """Return the parameter with the largest part of the difference, and its relative difference."""
-        pairs = zip(*(torch.split(vector, self._numbers) for vector in (self._sum(weights), self._whole)), strict=True)
-        by_name = dict(zip(self._names, pairs, strict=True))
-        name = max(by_name, key=lambda name: float((by_name[name][0] - by_name[name][1]).norm()))
-        return name, relative_difference(*by_name[name])
-
-    def _sum(self, weights: Sequence[float]) -> Tensor:
-        return self._parts @ torch.tensor(weights, dtype=torch.float64)
 
 
 @dataclass(slots=True)
@@ -112,7 +82,7 @@ def check_first_step(module: LightningModule, samples: Samples, given: WeightBy 
     return found[0]
 
 
-def _check_step(replay: BatchReplay, samples: Samples, given: WeightBy | None, norms: Iterable[str]) -> FirstStep:
+def _check_step(replay: BatchReplay, samples: Samples, given: WeightBy | None, norms: Collection[str]) -> FirstStep:
     """Compare the step on a batch with the step on its parts. Batches are before their transfer."""
     sizes = samples.sizes()
     whole, parts = samples.cut(sizes)
@@ -121,10 +91,10 @@ def _check_step(replay: BatchReplay, samples: Samples, given: WeightBy | None, n
     if not any(one.any() for _, one in of_whole.gradients):
         raise ImpossibleError("the gradient of the first batch is zero, so that there is nothing to compare")
     assert of_whole.recording is not None
-    taken, of_parts = of_whole.recording.taken, []
-    bounds = [sum(sizes[:place]) / sum(sizes) for place in range(len(sizes) + 1)]
-    for part, (begin, end) in zip(parts, pairwise(bounds), strict=True):
-        of_parts.append(run(part, record=partial(Recording, whole=taken, begin=begin, end=end)))
+    bounds = pairwise(sum(sizes[:place]) / sum(sizes) for place in range(len(sizes) + 1))
+    record = partial(Recording, whole=of_whole.recording.taken)
+    bounded = zip(parts, bounds, strict=True)
+    of_parts = [run(part, record=partial(record, begin=begin, end=end)) for part, (begin, end) in bounded]
     ended: Iterable[ReplayedStep] = (of_whole, of_parts[0])
     if is_overridden("on_train_batch_end", replay.module):
         ended = (run(batch, ends=True) for batch in (whole, parts[0]))
@@ -135,15 +105,14 @@ def _check_step(replay: BatchReplay, samples: Samples, given: WeightBy | None, n
     elif draws:
         line = _find_use_of_draws(partial(run, whole), of_whole, replay.tolerance)
         draws = "" if line is None else f"{draws}, used at {line}"
-    found = FirstStep(None, _LEAST, draws, states)
+    found = FirstStep(None, replay.tolerance, draws, states)
     if any(len(part.gradients) != len(of_whole.gradients) for part in of_parts):
         text = f"{_UNEXPLAINED}: the number of optimizer steps depends on the samples"
         found.add("finding", text, remedy="take equally many steps for all batches")
     else:
-        _compare(found, of_whole, of_parts, parts, sizes, given, replay.tolerance)
-    running = {operation.module.partition(" ")[0] for operation in of_whole.operations}
-    if used := [f"`{name}`" for name in norms if name in running]:
-        text = f"each device normalises its own samples: {join_names(used)}"
+        _compare(found, of_whole, of_parts, parts, sizes, given)
+    if norms and any("batch_norm" in operation.name for operation in of_whole.operations):
+        text = f"each device normalises its own samples: {join_names([f'`{name}`' for name in norms])}"
         remedy = "`sync_batchnorm=True` normalises the samples of all devices"
         found.add("note", text, remedy=remedy, name="batch normalisation")
     return found
@@ -176,18 +145,12 @@ def _weigh(weight_by: WeightBy, batches: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _compare(
-    found: FirstStep,
-    whole: ReplayedStep,
-    parts: Sequence[ReplayedStep],
-    batches: Sequence[Any],
-    sizes: Sequence[int],
-    given: WeightBy | None,
-    tolerance: float,
+    found: FirstStep, whole: ReplayedStep, parts: list[ReplayedStep], batches: list[Any], sizes: list[int], given: Any
 ) -> None:
     """Add what the gradients of the parts say about the gradient of the batch, and about the `given` weights."""
     fit = GradientFit(whole.gradients, [part.gradients for part in parts])
-    differences = Differences(whole, parts, sizes)
-    found.tolerance = tolerance = max(tolerance, min(differences.precision**0.5, 0.01), _LEAST)
+    find_differences = cache(partial(Differences, whole, parts, sizes))
+    found.tolerance = tolerance = max(found.tolerance, min(find_precision(whole) ** 0.5, 0.01), _LEAST)
     by: dict[WeightBy, Weights] = {one: _weigh(one, batches, sizes) for one in ("samples", "sum")}
     with suppress(TypeError, ValueError):  # a batch without labels of tokens
         by["tokens"] = _weigh("tokens", batches, sizes)
@@ -203,20 +166,21 @@ def _compare(
     def find_divisor() -> Line | None:
         fitted = fit.fitted or (-1.0,)
         is_mean = min(fitted) >= 0 and math.isclose(sum(fitted), 1, rel_tol=tolerance)
-        weights = next(filter(fits, [*differences.origin, shares, *by.values(), fitted if is_mean else None]), None)
-        if weights is None or differences.origin.get(weights) is not None:
-            return differences.origin.get(weights or ())
-        return Differences(whole, parts, sizes, known=weights).find_first("mean", weights)
+        origin = find_differences(ROUNDINGS[0]).origin
+        weights = next(filter(fits, [*origin, shares, *by.values(), fitted if is_mean else None]), None)
+        if weights is None:
+            return None
+        return origin.get(weights) or find_differences(ROUNDINGS[0], weights).find_first("mean", weights)
 
     name = next((one for one, weights in by.items() if fits(weights)), None)
     found.weight_by = given if fits(shares) else name
-    remedy = f'set `weight_by="{name}"`' if name else "set `weight_by` to a function that returns this number"
+    remedy = f'set `weight_by="{name}"`' if name else _BY_FUNCTION
     if name == "samples":
         remedy = "leave `weight_by` out"
         found.add("ok", f"the mean of its parts by samples, up to {fit.difference(by['samples']):.0e}")
     elif name == "sum":
         text = "the sum of its parts: the loss is a sum, of which `ddp` takes the mean"
-        found.add("finding", text, differences.find_first("sum"), remedy)
+        found.add("finding", text, find_differences(ROUNDINGS[0]).find_first("sum"), remedy)
     elif (line := find_divisor()) is not None or found.weight_by is not None:
         text = "a mean over something other than samples" + (": this line has what it divides by" if line else "")
         found.add("finding", text, line, remedy)
@@ -224,16 +188,15 @@ def _compare(
         found.add("note", f"not compared with its parts: {found.draws}", remedy=DRAW_BEFORE, compared=False)
         return
     else:
-        finer = (Differences(whole, parts, sizes, rounding) for rounding in FINER)
+        culprits = (find_differences(rounding).find() for rounding in ROUNDINGS)
         hidden = f"most in `{fit.worst(by['samples'])[0]}`, in code that hides operations, or hardly above rounding"
-        found_at = (one.find() for one in (differences, *finer))
-        culprit = next(filter(None, found_at), Culprit(None, hidden))
+        culprit = next(filter(None, culprits), Culprit(None, hidden))
         found.add("finding", f"{_UNEXPLAINED}: {culprit.meaning}", culprit.line, culprit.remedy)
         return
     if shares is not None and not fits(shares):
         factors = join_names([f"{share:.2f}" for share in shares])
         text = f"`weight_by={value_to_text(given)}` does not fit: it gives the parts of the batch the factors {factors}"
-        found.add("finding", text, remedy=remedy, name="`weight_by`")
+        found.add("finding", text, remedy=remedy, name=WEIGHT)
 
 
 # ---------------------------------------------------------------- attributes that keep something for the next step
@@ -260,7 +223,11 @@ def _find_states(
 
     found = []
     try:
-        after, of_part = (dict(_attributes(step.module)) for step in ended)
+        after, of_part = (
+            {(name, key): value for name, part in step.module.named_modules()
+             for key, value in vars(part).items() if key not in STRUCTURE}
+            for step in ended
+        )  # fmt: skip
         changed = [place for place, value in after.items() if _text(value) != _text(of_part.get(place))]
         following = run_after(changed).gradients if changed else []
         for place in changed:
@@ -270,11 +237,6 @@ def _find_states(
     except ImpossibleError:  # a step that cannot run again
         return []
     return found
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
-    for name, part in module.named_modules():
-        yield from (((name, key), value) for key, value in vars(part).items() if key not in STRUCTURE)
 
 
 def _text(value: Any) -> str:

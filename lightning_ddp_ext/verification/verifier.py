@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_ddp_ext.verification.relations import relative_difference
 from lightning_ddp_ext.verification.report import Check, Report, join_names
 from lightning_ddp_ext.verification.runs import STEPS, Outcome, Run, compare_steps, draw_indices, fit, trace_alone
 from lightning_ddp_ext.verification.samples import Samples, draw_samples
-from lightning_ddp_ext.verification.step_check import DRAW_BEFORE, NAME, FirstStep, check_first_step
+from lightning_ddp_ext.verification.step_check import DRAW_BEFORE, NAME, WEIGHT, FirstStep, check_first_step
 
 _KINDS: dict[str, type[ExplicitDDPStrategy]] = {
     "balanced_ddp": BalancedDDPStrategy, "ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy,
@@ -30,7 +30,6 @@ Progress = Callable[[str], None]
 _LEAST, _GROWTH = 1e-6, 1000  # rounding in the gradient of the second step: at least, and relative to the first
 _LOGGED = 1e-6  # difference of logged values that is rounding
 _SHARE, _SLOWER = 1 / 6, 10.0  # time of a run of ranks: at least, of all time, and relative to a run of one process
-_EACH_ONCE = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
 _PER_RANK = "`ddp` takes the mean over ranks: divide by the mean of the ranks' numbers, not by their sum"
 _QUEUE = (
     ". Let a queue of earlier samples, as in MoCo, take the samples of all ranks (`all_gather`): with a queue per rank,"
@@ -89,15 +88,7 @@ class _Verifier:
     _step: FirstStep
     _weight_by: WeightBy | None  # that fits the first step, or was given
 
-    def __init__(
-        self,
-        module: LightningModule,
-        data: Any,
-        strategy: Any,
-        weight_by: WeightBy | None,
-        limit: float,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, module: Any, data: Any, strategy: Any, weight_by: Any, limit: float, progress: Progress) -> None:
         self._module, self._data, self._seconds, self._progress = module, data, limit, progress
         self._deadline = time.monotonic() + limit
         self._given = None if isinstance(strategy, str) else strategy
@@ -106,15 +97,14 @@ class _Verifier:
             choices = ", ".join(map(repr, _KINDS))
             raise ImpossibleError(f"`strategy` must be one of {choices} or of their classes, got {strategy!r}")
         self._given_weight: WeightBy | None = getattr(strategy, "weight_by", weight_by)  # of an object, its own
-        self._default: WeightBy | None = None if strategy is None else "samples"
+        self._asked: WeightBy | None = self._given_weight or (None if strategy is None else "samples")
         self._samples, self._validation, problem = draw_samples(module, data)
         self._notes = [] if problem is None else [_incomparable("validation", problem)]
         self._limit = math.inf  # seconds of a run
         self._communicates = False  # the step does
         self._ddp = "ddp"  # the name of the strategy that trains the module
-        self._is_over = False  # the time limit
         self._is_divided = False  # a stream that gives each rank other samples
-        self._equal: list[str] = []  # strategies that train as one process
+        self._gathers = False  # ranks exchange what the step needs, and `ddp` trains as one process
         self.plain = ""  # Lightning's strategy that trains as one process
 
     def _fork(self, functions: Sequence[Callable[[], Any]], are_ranks: bool = False) -> list[Any]:
@@ -153,9 +143,6 @@ class _Verifier:
             findings = {check.name for check in found if check.verdict == "finding"}
             if "step of a rank" in findings or (name != "ddp" and f"`{name}` on {len(run.sizes)} ranks" in findings):
                 self._weight_by = None  # no strategy mends a step that is different on ranks
-                break
-            if self._is_over:
-                break
         proved = {check.name for check in checks if check.verdict == "ok"}
         if f"`{self._ddp}` on 2 ranks" in proved and all(check.verdict != "finding" for check in checks):
             self.plain = f'strategy="{self._ddp}"'
@@ -163,11 +150,7 @@ class _Verifier:
             # Such as a contrastive loss over features that ranks gather.
             text = f"{checks[0].text}; `{self._ddp}` trains as one process"
             checks[0] = replace(checks[0], verdict="ok", remedy="", text=text)
-        elif (
-            self._weight_by
-            and self._weight_by == (self._given_weight or self._default)
-            and f"`{name}` on 2 ranks" in proved
-        ):
+        elif self._weight_by and self._weight_by == self._asked and f"`{name}` on 2 ranks" in proved:
             for place, check in enumerate(checks):
                 if check.verdict == "finding" and check.name in (NAME, f"`{self._ddp}` on 2 ranks"):
                     text = f"`{self.use()}` trains as one process; plain `ddp` does not: {check.text}"
@@ -182,11 +165,14 @@ class _Verifier:
         (self._step,), errors = self._fork_first(checks, "; and in single precision: ")
         self._precision = "32-true" if errors else "64-true"
         self._notes += [Check("precision", "note", f"single, because in double precision, {one}") for one in errors]
-        self._weight_by = self._step.weight_by or self._given_weight or self._default
+        self._weight_by = self._step.weight_by or self._asked
+        is_wrong = any(check.name == WEIGHT for check in self._step.checks)
+        if is_wrong and (self._step.weight_by is None or self._given is not None):
+            self._weight_by = None
 
     def _train_alone(self, validation: Sequence[Samples]) -> Outcome:
-        loader = self._samples.loader(self._samples.sizes(), None, STEPS)
         loaders = [one.loader(one.sizes(), None, 1) for one in validation]
+        loader = self._samples.loader(self._samples.sizes(), None, STEPS)
         return fit(self._module, loader, loaders, devices=1, precision=self._precision)
 
     def _check_samples(self) -> Iterable[Check]:
@@ -194,7 +180,8 @@ class _Verifier:
         for number, one in enumerate(self._validation):
             if one.length is not None and one.length % 2:
                 text = f"`ddp` repeats samples of validation loader {number} so that all ranks have equally many"
-                yield Check("samples of validation", "note", text, remedy=_EACH_ONCE)
+                remedy = "use `balanced_ddp` or `ddp_join`, under which ranks validate each sample once"
+                yield Check("samples of validation", "note", text, remedy=remedy)
         if self._name == "balanced_ddp":
             return  # it divides the samples itself
         self._progress("the samples of two ranks")
@@ -212,15 +199,15 @@ class _Verifier:
             yield Check("samples of ranks", "finding", text, str(found[0][1] or ""), remedy)
 
     def _runs(self) -> Iterable[tuple[str, Run]]:
-        """Return the runs: Lightning's own `ddp` on equal parts, and the strategy that may be recommended."""
+        """Return the runs, until one rules a strategy out: Lightning's `ddp` on equal parts, and the one that fits."""
         first, *others = sizes = self._samples.sizes()
         halves = [(one, [sum(one.sizes()) // 2] * 2) for one in self._validation]
         yield "ddp", Run(DDPStrategy, [sum(sizes) // 2] * 2, validation=halves)
-        if self._weight_by is None:
-            return
         name, kind = self._recommended
         shares = kind is BalancedDDPStrategy
         for parts in ([first, sum(others)], sizes)[: len(others)]:
+            if self._weight_by is None:
+                return
             ones = [1] * (len(parts) - 1)
             validation = [(one, [*ones, sum(one.sizes()) - len(ones)]) for one in self._validation]
             make: Any = partial(kind, weight_by=self._weight_by, **({"split": parts} if shares else {}))
@@ -233,7 +220,8 @@ class _Verifier:
             name = name.replace("ddp", self._ddp) if strategy == "ddp" else name
         except TooLateError as error:
             if not error.is_deadlock:
-                self._is_over = True
+                self._weight_by = None
+                self._gathers = False
                 yield _incomparable(name, f"too slow for `--limit {self._seconds:g}`", "give more time with `--limit`")
                 return
             text = f"training does not end: rank {error.place} waits for others that have gone on"
@@ -250,7 +238,7 @@ class _Verifier:
         if not run.shares and not (outcomes[0].communicates and wrong is None):
             yield from self._check_ranks(outcomes, run.sizes)
         yield self._compare(name, strategy, outcomes, alone, wrong)
-        is_equal = strategy in self._equal and not self._unmatched(outcomes)
+        is_equal = wrong is None and outcomes[0].difference is None and not self._unmatched(outcomes)
         yield from _check_logged(outcomes, run, alone if is_equal else None)
 
     def _unmatched(self, outcomes: Sequence[Outcome]) -> str:
@@ -274,21 +262,14 @@ class _Verifier:
         if first.difference is not None:
             text = f"ranks end with different values: {first.difference}"
             return Check(name, "finding", text, remedy=f"compute it from values that all ranks share{_QUEUE}")
-        if not first.gradients and not alone.gradients:
-            text = f"ranks are identical; not compared with one process: no optimizer step in {STEPS} batches"
-            return Check(name, "note", text, compared=False)
         if wrong is None:
-            self._equal.append(strategy)
-            if unmatched:
-                return Check(name, "note", f"equal to one process by chance: {unmatched}", compared=False)
+            self._gathers |= strategy == "ddp" and first.communicates
+            reason = unmatched or ("" if first.gradients else f"no optimizer step in {STEPS} batches")
+            if reason:
+                return Check(name, "note", f"equal to one process, but that proves nothing: {reason}", compared=False)
             permitted = _UNUSED if strategy == "ddp" != self._ddp else ""
             return Check(name, "ok", f"ranks are identical, and train as one process{permitted}")
         step, difference = wrong
-        if first.rates != alone.rates and step > 0:
-            pairs = zip(first.rates, alone.rates, strict=True)
-            one, other = next(both for both in pairs if both[0] != both[1])
-            text = f"ranks are identical, with a learning rate of {one:g}; in one process it is {other:g}"
-            return Check(name, "note", text, compared=False)
         whole = first.gradients[0] * len(outcomes)
         if self._communicates and relative_difference(whole, alone.gradients[0]) <= self._step.tolerance:
             text = "the gradient is the one of one process, divided by the number of ranks"
@@ -324,8 +305,7 @@ class _Verifier:
         trace = partial(trace_alone, self._module, self._samples, sizes, self._precision, communicates)
         alone = self._fork([partial(trace, rank) for rank in range(len(sizes))])
         for rank, (own, other) in enumerate(zip(outcomes, alone, strict=True)):
-            found = compare_steps(own, other)
-            if found is not None:
+            if (found := compare_steps(own, other)) is not None:
                 text = f"rank {rank} of {len(sizes)} computes something else than one process on the same samples"
                 remedy = "leave out what depends on ranks, their number, or random numbers of a rank"
                 yield Check("step of a rank", "finding", text, found, remedy)
@@ -338,15 +318,8 @@ class _Verifier:
         name = self._name or ("balanced_ddp" if divides else "ddp_join")
         return name, _KINDS[name]
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether ranks exchange what a step needs, so that `ddp` trains as one process."""
-        return self._communicates and "ddp" in self._equal
-
     def use(self) -> str:
         """Return the arguments of the Trainer to use; empty if there are none, or nothing was proved in time."""
-        if self._is_over:
-            return ""
         if self._weight_by is None:
             return f'strategy="{self._ddp}"' if self._gathers else ""
         name, kind = self._recommended
@@ -359,6 +332,12 @@ class _Verifier:
 def _check_logged(outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) -> Iterator[Check]:
     """Compare the logged values of ranks, and the ones that all ranks share with one process, if it trains alike."""
     monitored, expected = outcomes[0].monitored, {} if alone is None else alone.logged
+
+    def find_line(key: str) -> str:
+        """Return the line that logs a key, which may end with what Lightning appends."""
+        names = (key, key.removesuffix("_step"), key.removesuffix("_epoch"), key.partition("/dataloader_idx")[0])
+        return next((str(line or "") for name, line in outcomes[0].lines.items() if name in names), "")
+
     others: dict[tuple[str, str], list[str]] = {}  # keys that nothing monitors, by finding and remedy
     for key in {key: None for one in outcomes for key in one.logged}:
         values = [one.logged[key] for one in outcomes if key in one.logged]
@@ -377,16 +356,9 @@ def _check_logged(outcomes: Sequence[Outcome], run: Run, alone: Outcome | None) 
             text, remedy = f"each rank has its own value: {shown}", "log it with `sync_dist=True`"
             note = "each rank has its own {}; the logger writes the values of rank 0", remedy
         if key in monitored:
-            where = str(_line_of(outcomes[0].lines, key) or "")
-            yield Check(f"logged `{key}`", "finding", f"it is monitored, and {text}", where, note[1])
+            yield Check(f"logged `{key}`", "finding", f"it is monitored, and {text}", find_line(key), note[1])
         else:
             others.setdefault(note, []).append(key)
     for (text, remedy), keys in others.items():
-        where = str(_line_of(outcomes[0].lines, keys[0]) or "")
-        yield Check("logged values", "note", text.format(join_names([f"`{key}`" for key in keys])), where, remedy)
-
-
-def _line_of(lines: Mapping[str, Any], key: str) -> Any:
-    """Return the line that logs a key, which may end with what Lightning appends."""
-    return next((line for name, line in lines.items() if key in (name, f"{name}_step", f"{name}_epoch")
-                 or key.startswith(f"{name}/dataloader_idx")), None)  # fmt: skip
+        names = join_names([f"`{key}`" for key in keys])
+        yield Check("logged values", "note", text.format(names), find_line(keys[0]), remedy)

@@ -23,7 +23,7 @@ from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy,
 from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
-from lightning_ddp_ext.verification.step_check import GradientFit
+from lightning_ddp_ext.verification.relations import GradientFit
 from tests.support.processes import run_processes
 from tests.support.training import CLASSES, FEATURES, quiet_trainer
 

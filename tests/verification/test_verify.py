@@ -189,12 +189,14 @@ def test_a_given_strategy_that_cures_a_finding_is_proved(options, use):
 def test_a_given_weight_that_does_not_fit_is_named_with_the_one_that_fits(module, weight_by, remedy, use):
     report, findings = found(module, weight_by=weight_by)
     assert findings["`weight_by`"].text.startswith("`weight_by=")
-    assert (findings["`weight_by`"].remedy, report.use) == (remedy, use)
+    assert findings["`weight_by`"].remedy.startswith(remedy)
+    assert report.use == use
 
 
 def test_a_strategy_with_another_weight_than_the_loss_has_is_a_finding():
-    _, findings = found(Module(), strategy=DDPJoinStrategy(weight_by="sum"))
+    report, findings = found(Module(), strategy=DDPJoinStrategy(weight_by="sum"))
     assert "`weight_by=sum` does not fit" in findings["`weight_by`"].text
+    assert ([*findings], report.use) == (["`weight_by`"], "")
     assert found(Module(modules.added_up), strategy="ddp_join")[0].use.endswith('(weight_by="sum")')
 
 
