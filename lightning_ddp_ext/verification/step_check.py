@@ -145,8 +145,9 @@ def _weigh(weight_by: WeightBy, batches: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _compare(
-    found: FirstStep, whole: ReplayedStep, parts: list[ReplayedStep], batches: list[Any], sizes: list[int], given: Any
-) -> None:
+    found: FirstStep, whole: ReplayedStep, parts: list[ReplayedStep], batches: list[Any], sizes: list[int],
+    given: WeightBy | None,
+) -> None:  # fmt: skip
     """Add what the gradients of the parts say about the gradient of the batch, and about the `given` weights."""
     fit = GradientFit(whole.gradients, [part.gradients for part in parts])
     find_differences = cache(partial(Differences, whole, parts, sizes))

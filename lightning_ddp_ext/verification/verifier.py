@@ -88,7 +88,10 @@ class _Verifier:
     _step: FirstStep
     _weight_by: WeightBy | None  # that fits the first step, or was given
 
-    def __init__(self, module: Any, data: Any, strategy: Any, weight_by: Any, limit: float, progress: Progress) -> None:
+    def __init__(
+        self, module: LightningModule, data: Any, strategy: Any, weight_by: WeightBy | None, limit: float,
+        progress: Progress,
+    ) -> None:  # fmt: skip
         self._module, self._data, self._seconds, self._progress = module, data, limit, progress
         self._deadline = time.monotonic() + limit
         self._given = None if isinstance(strategy, str) else strategy
