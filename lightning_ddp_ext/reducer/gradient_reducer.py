@@ -248,6 +248,9 @@ class GradientReducer:
             self._scheduler.restore(self._group)
         self.buffers.synchronize(self.control.weights, self._structure_field.of_ranks, changed)
         self._scheduler.finish()
+        self._run_hooks(used)
+
+    def _run_hooks(self, used: Sequence[float]) -> None:
         if self.control.total_weight:
             self._scheduler.run_hooks(used, self._hook_context)
 

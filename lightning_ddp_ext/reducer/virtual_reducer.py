@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import add_all_
+from lightning_ddp_ext.distributed.exchange import digest
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.bucket_transport import BucketTransport
 from lightning_ddp_ext.reducer.buckets import NOTHING, GradientBucket, overwrite, take_gradient
@@ -231,6 +232,7 @@ class VirtualReducer(GradientReducer):
         self._of_parts = [self.control.add() for _ in range(virtual_ranks)]
         self._carried: Values = {}  # the sums of the earlier batches in this window
         self._window = 0.0  # weight of these
+        self._pending = 0  # first part whose gradients are with the parameters
         self._unit, self._is_sum, self.continues = 1.0, False, False
 
     @override
@@ -243,6 +245,11 @@ class VirtualReducer(GradientReducer):
         for bucket in self._layout.buckets:
             bucket.payload_numel = self._tree.padding(sum(map(Tensor.numel, bucket.params)))
 
+    @override
+    def _setup(self) -> str:
+        # The state of another reducer has other factors, and counts of gradients for which a bucket would not wait.
+        return digest([super()._setup(), "virtual ranks"])
+
     def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> range:
         """Begin a batch with parts of these sizes, of which ranks compute these numbers; return those of this rank.
 
@@ -250,6 +257,7 @@ class VirtualReducer(GradientReducer):
         """
         self.defer_hooks()
         self._tree.begin(numbers, sizes)
+        self._pending = self._tree.run.start
         if is_first:
             self._unit, self._is_sum, self._window = unit, is_sum, 0.0
         gradients = self._take()
@@ -273,10 +281,16 @@ class VirtualReducer(GradientReducer):
             return
         self._end_buffers(part)
         self.buffers.write(self.buffers.start)
-        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache; the last one
-        # comes after Lightning has dropped gradients.
-        if is_odd or part == run[-1] - 1:
-            self._transport.sums.push((part - 1, 2) if is_odd and run[0] < part else (part, 1), self._take())
+        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache; rows of
+        # sparse gradients, as of `functional.embedding`, would be added in another order. The last backward pass comes
+        # after Lightning has dropped gradients.
+        if is_odd or part == run[-1] - 1 or self._has_sparse():
+            self._transport.sums.push((self._pending, part + 1 - self._pending), self._take())
+            self._pending = part + 1
+
+    def _has_sparse(self) -> bool:
+        gradients = (parameter.grad for parameter in self._parameters)
+        return any(one is not None and one.layout != torch.strided for one in gradients)
 
     def _end_buffers(self, part: int) -> None:
         self.buffers.end_part(part, self._of_parts[part].value > 0)
@@ -302,8 +316,14 @@ class VirtualReducer(GradientReducer):
             if not is_used and any(place in values for _, values in self._transport.sums.entries):
                 self._parameters[place].grad = torch.full_like(self._parameters[place], NOTHING)
         super()._finish()
+
+    @override
+    def _run_hooks(self, used: Sequence[float]) -> None:
+        """Run hooks at the end of a window only, with its gradient."""
         if not self.control.total_weight:
             self._end_batch()
+        if self._window and not self.continues:
+            self._scheduler.run_hooks([one.grad is not None for one in self._parameters], self._hook_context)
 
     @override
     def _complete(self, late: Sequence[float], used: Sequence[float]) -> None:

@@ -42,7 +42,7 @@ class VirtualStepDriver(StepDriver):
     weights: BatchWeights
     _reducer: VirtualReducer
     _factor = 1.0  # on the loss of the last part
-    _unit = 1.0  # weight of a part whose loss has the factor 1
+    _unit = 0.0  # weight of a part whose loss has the factor 1; 0 before the first batch
 
     def __init__(self, virtual_ranks: int, cleanup: ExitStack, trainer: Trainer, *args: Any) -> None:
         super().__init__(cleanup, trainer, *args)
@@ -97,10 +97,11 @@ class VirtualStepDriver(StepDriver):
             raise UnsupportedFeatureError("`virtual_ranks` does not support L-BFGS, which needs the loss of all parts.")
         samples = self._sampler.sizes[trainer.fit_loop.epoch_loop.batch_idx]
         sizes = even_chunks(samples, self._parts)
-        if self._begins_window:
+        is_first = self._begins_window or not self._unit  # a run may resume within a window
+        if is_first:
             self._unit = 1.0 if weights.is_sum else float(samples)
         unit = self._unit * self._accumulates
-        own = self._reducer.begin(shared.sizes, sizes, self._begins_window, unit, weights.is_sum)
+        own = self._reducer.begin(shared.sizes, sizes, is_first, unit, weights.is_sum)
         if self.is_shadow:
             return self._follow()
         batches, *others = (*args, *kwargs.values())
@@ -139,6 +140,7 @@ class VirtualStepDriver(StepDriver):
     def _run_backward(self, loss: Tensor) -> None:
         """Run the backward pass of a part, with the operations that Lightning applies to the loss of the last part."""
         precision = self._trainer.precision_plugin
+        self._reducer.defer_hooks()  # which the step has added
         loss = loss / self._accumulates * self._factor
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             loss = precision.scaler.scale(loss)

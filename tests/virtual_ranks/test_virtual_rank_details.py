@@ -25,7 +25,7 @@ from lightning_ddp_ext.reducer.buckets import GradientBucket
 from lightning_ddp_ext.reducer.virtual_reducer import Node, NodeSums, TreeTransport, Values, VirtualReducer, nodes_of
 from lightning_ddp_ext.shares.parts import PartSampler
 from lightning_ddp_ext.steps.balancer import ShareBalancer
-from tests.strategies.toolkit import Adversaries, Momentum, fit, run_on_ranks, samples, trainer, values_of
+from tests.strategies.toolkit import WORLD_SIZE, Adversaries, Momentum, fit, run_on_ranks, samples, trainer, values_of
 from tests.support.devices import accelerator
 from tests.support.training import quiet_trainer
 from tests.virtual_ranks.models import CLASSES, Classifier, Images, convolutions, perceptron
@@ -281,6 +281,116 @@ def test_workers_draw_the_numbers_of_the_main_process() -> None:
 def test_a_loader_of_parts_can_be_copied() -> None:
     copied = copy.copy(PartSampler([[0, 1, 2]], 2, tuple))
     assert [*copied] == [[((0, 0), [0, 1]), ((0, 1), [2])]]
+
+
+# ---------------------------------------------------------------- gradients that come in another way
+
+
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class HookedInStep(Classifier):
+    """Adds a hook on gradients in its first step."""
+
+    is_hooked = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.network[-1].weight.register_post_accumulate_grad_hook(halve)
+        return super().training_step(batch, batch_idx)
+
+
+class SparseRows(nn.Module):
+    """Looks up rows of a table several times, with sparse gradients that no `nn.Embedding` announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = images.flatten(1).mul(10).long().abs() % 3
+        return self.head(nn.functional.embedding(rows, self.table, sparse=True).sum(1))
+
+
+UNUSUAL: dict[str, Callable[[], LightningModule]] = {
+    "hook that a step adds": lambda: HookedInStep(perceptron()),
+    "sparse rows": lambda: Classifier(SparseRows(), torch.optim.SGD),
+}
+
+
+def fit_unusual(name: str, folder: str) -> str:
+    seed_everything(3, verbose=False)
+    module = UNUSUAL[name]()
+    made = trainer(strategy=virtual(), precision="32-true")
+    made.fit(module, images(32))
+    return hash_training_state(module, made.optimizers)
+
+
+def test_gradients_of_late_hooks_and_sparse_rows_have_the_same_bits_on_any_number_of_ranks() -> None:
+    cases = {name: partial(fit_unusual, name) for name in UNUSUAL}
+    found = [run_on_ranks(ranks, cases) for ranks in (1, 2, 3)]
+    for name in UNUSUAL:
+        assert len({state for one in found for state in values_of(one, name)}) == 1, name
+
+
+def gradients_of(options: dict[str, Any], way: str, folder: str) -> torch.Tensor:
+    """Return the norms of the gradients that hooks get in windows of two batches, or optimizers in a resumed run."""
+    path = f"{folder}/{sorted(options)}{way}.ckpt"
+    data, norms = DataLoader(TensorDataset(*samples(32)), batch_size=8), list[torch.Tensor]()
+
+    class SaveWithinWindow(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                trainer.save_checkpoint(path)
+
+    def run(**more: Any) -> list[torch.Tensor]:
+        seed_everything(1, verbose=False)
+        module = Momentum()
+        if way == "hooks":
+            module.network[0].weight.register_post_accumulate_grad_hook(lambda one: norms.append(one.grad.norm()))
+        _, trace = fit(module, data, strategy=BalancedDDPStrategy(**options), accumulate_grad_batches=2, **more)
+        return [gradient.norm() for gradient in trace.gradients]
+
+    if way == "hooks":
+        run()
+        return torch.stack(norms)
+    run(callbacks=[SaveWithinWindow()])
+    return torch.stack(run(ckpt_path=path))
+
+
+def test_gradients_of_hooks_and_of_resumed_windows_are_those_of_the_whole_window(tmp_path: Any) -> None:
+    plain, cut = (
+        {way: partial(gradients_of, {**more, "weight_by": tenths_of}, way) for way in ("hooks", "resumed")}
+        for more in ({}, {"virtual_ranks": 4})
+    )
+    expected, found = run_on_ranks(1, plain, tmp_path), run_on_ranks(2, cut, tmp_path)
+    for way in cut:
+        (alone,) = values_of(expected, way)
+        assert len(alone) == 2
+        for norms in values_of(found, way):
+            torch.testing.assert_close(norms, alone)
+
+
+def continue_without(folder: str) -> str:
+    """Continue a run without virtual ranks, which only two ranks make, with virtual ranks."""
+    path = f"{folder}/plain.ckpt"
+    for strategy, options in (
+        (BalancedDDPStrategy(), {"callbacks": [Saving(path)]}),
+        (virtual(), {"ckpt_path": path, "max_epochs": 2}),
+    ):
+        if "callbacks" in options and WORLD_SIZE != 2:
+            continue
+        seed_everything(1, verbose=False)
+        module = Momentum()
+        made, _ = fit(module, DataLoader(TensorDataset(*samples(32)), batch_size=8), strategy=strategy, **options)
+    return hash_training_state(module, made.optimizers)
+
+
+def test_a_run_without_virtual_ranks_continues_alike_on_any_number_of_ranks(tmp_path: Any) -> None:
+    found = [run_on_ranks(ranks, {"": continue_without}, tmp_path) for ranks in (2, 1, 3)]
+    assert len({state for one in found for state in values_of(one, "")}) == 1
 
 
 # ---------------------------------------------------------------- refusals
