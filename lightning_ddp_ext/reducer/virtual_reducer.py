@@ -81,11 +81,12 @@ class TreeSum:
         self.run, self.sizes = range(0), [0]
         self.own: list[Node] = []
         self._nodes: list[list[Node]] = []  # of each rank
+        self.numbers: Sequence[int] = []  # of parts of each rank
 
     def begin(self, numbers: Sequence[int], sizes: Sequence[int]) -> None:
         """Begin a batch, of which the ranks compute these numbers of parts."""
         runs = [range(start, end) for start, end in pairwise((0, *accumulate(numbers)))]
-        self._nodes = [*map(nodes_of, runs)]
+        self._nodes, self.numbers = [*map(nodes_of, runs)], [*numbers]
         self.run, self.own, self.sizes = runs[self._rank], self._nodes[self._rank], [*sizes]
 
     def padding(self, numel: int) -> int:
@@ -193,6 +194,11 @@ class VirtualBuffers(BufferSynchronizer):
         if self._kept is not None:
             self.write(self._kept[1])
         return changed
+
+    @override
+    def synchronize(self, weights: Sequence[float], *others: Sequence[float]) -> None:
+        # If no part has weight, a rank without parts must not be the source.
+        super().synchronize(weights if any(weights) else self._tree.numbers, *others)
 
     @override
     def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:

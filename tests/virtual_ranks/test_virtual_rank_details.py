@@ -205,6 +205,28 @@ def test_a_rank_may_have_no_part() -> None:
         assert values_of(found, name) == expected * 2
 
 
+class Counting(Classifier):
+    """Counts batches in an integer, without any loss."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+
+
+def count_steps(folder: str) -> int:
+    module = Counting()
+    fit(module, images(24), strategy=virtual(split=[0, 1] if WORLD_SIZE == 2 else None), precision="32-true")
+    return int(module.steps)
+
+
+def test_integers_without_weight_are_of_a_rank_that_has_parts() -> None:
+    for ranks in (1, 2):
+        assert values_of(run_on_ranks(ranks, {"": count_steps}), "") == [3] * ranks
+
+
 class OfOutputs(Classifier):
     """Changes a buffer with the output of its rank."""
 
