@@ -22,6 +22,8 @@ from lightning_ddp_ext.reducer.buckets import NOTHING, GradientBucket, overwrite
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer, decode_numbers, encode_numbers, has_mean
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
+_SPARSE = "`virtual_ranks` does not support embeddings with `sparse=True`. Leave one of them out."
+
 Node = tuple[int, int]
 """First leaf of a node of the tree, and its number of leaves, a power of two."""
 Values = dict[int, Tensor]
@@ -229,16 +231,16 @@ class VirtualReducer(GradientReducer):
 
     def __init__(self, virtual_ranks: int, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        if self._sparse.members or self.normalizes_over_ranks:
-            what = "embeddings with `sparse=True`" if self._sparse.members else "`SyncBatchNorm`"
-            raise UnsupportedFeatureError(f"`virtual_ranks` does not support {what}. Leave one of them out.")
+        if self._sparse.members:
+            raise UnsupportedFeatureError(_SPARSE)
+        if self.normalizes_over_ranks:
+            raise UnsupportedFeatureError("`virtual_ranks` does not support `SyncBatchNorm`. Leave one of them out.")
         self._tree = self._transport.tree
         self.buffers = VirtualBuffers(module, self._group, self._tree)
         self.buffers.remember()
         self._of_parts = [self.control.add() for _ in range(virtual_ranks)]
         self._carried: Values = {}  # the sums of the earlier batches in this window
         self._window = 0.0  # weight of these
-        self._pending = 0  # first part whose gradients are with the parameters
         self._unit, self._is_sum, self.continues = 1.0, False, False
 
     @override
@@ -263,7 +265,6 @@ class VirtualReducer(GradientReducer):
         """
         self.defer_hooks()
         self._tree.begin(numbers, sizes)
-        self._pending = self._tree.run.start
         if is_first:
             self._unit, self._is_sum, self._window = unit, is_sum, 0.0
         gradients = self._take()
@@ -275,8 +276,10 @@ class VirtualReducer(GradientReducer):
         return self._tree.run
 
     def _take(self) -> Values:
-        found = enumerate(self._parameters)
-        return {place: take_gradient(parameter) for place, parameter in found if parameter.grad is not None}
+        found = [(place, one) for place, one in enumerate(self._parameters) if one.grad is not None]
+        if not all(one.grad is None or one.grad.layout == torch.strided for _, one in found):
+            raise UnsupportedFeatureError(_SPARSE)  # rows would be added in another order
+        return {place: take_gradient(parameter) for place, parameter in found}
 
     @torch.no_grad()
     def end_part(self, part: int, weight: float) -> None:
@@ -287,16 +290,10 @@ class VirtualReducer(GradientReducer):
             return
         self._end_buffers(part)
         self.buffers.write(self.buffers.start)
-        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache; rows of
-        # sparse gradients, as of `functional.embedding`, would be added in another order. The last backward pass comes
-        # after Lightning has dropped gradients.
-        if is_odd or part == run[-1] - 1 or self._has_sparse():
-            self._transport.sums.push((self._pending, part + 1 - self._pending), self._take())
-            self._pending = part + 1
-
-    def _has_sparse(self) -> bool:
-        gradients = (parameter.grad for parameter in self._parameters)
-        return any(one is not None and one.layout != torch.strided for one in gradients)
+        # The backward pass of an odd part adds its gradients to those of the part before it, in the cache; the last one
+        # comes after Lightning has dropped gradients.
+        if is_odd or part == run[-1] - 1:
+            self._transport.sums.push((part - 1, 2) if is_odd and run[0] < part else (part, 1), self._take())
 
     def _end_buffers(self, part: int) -> None:
         self.buffers.end_part(part, self._of_parts[part].value > 0)
