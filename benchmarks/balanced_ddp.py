@@ -94,7 +94,7 @@ def main() -> None:
         cost = "padded_length" if work == PADDED_LENGTHS else length_of
         by_cost = values[work] = run(measure, {"cost": {**EVEN, "cost": cost}, "even": EVEN}, work, rounds, steps)
         table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
-    for case in (DEEP, "transformer"):
+    for case in (DEEP, "transformer", "conv net"):
         found = values[f"virtual, {case}"] = {"virtual": [], "micro": [], "two": []}
         for _ in range(rounds):
             alone = {"virtual": {"virtual_ranks": PARTS, "ranks": 1}, "micro": {"micro_batches": PARTS, "ranks": 1}}

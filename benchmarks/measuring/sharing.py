@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
 from measuring.fitting import StepTimes, make_trainer
-from measuring.models import CASES, CLASSES, DEEP
+from measuring.models import CASES, CLASSES, DEEP, REGRESSIONS, Case
 
 RANKS = 2
 BATCH = 64
@@ -29,6 +29,11 @@ TOLERANCE = 1.05
 SLEEPING, SWAPPING = "sleeping", "swapping"
 RANDOM_LENGTHS, SORTED_LENGTHS = "lengths in random order", "lengths in ascending order"
 PADDED_LENGTHS = "padded lengths in random order"
+SLEEPERS = {
+    work: Case(lambda: nn.Linear(16, CLASSES), (16,), SEQUENCES if "lengths" in work else BATCH)
+    for work in (SLEEPING, SWAPPING, RANDOM_LENGTHS, SORTED_LENGTHS, PADDED_LENGTHS)
+}
+WORKS = {**CASES, DEEP: REGRESSIONS[DEEP], **SLEEPERS}
 
 Contender = str | Mapping[str, Any]
 """Name of a strategy, or the arguments of `balanced_ddp`."""
@@ -39,7 +44,7 @@ class Samples(Dataset[Any]):
 
     def __init__(self, work: str, number: int) -> None:
         numbers = random.Random(0)
-        self.shape = CASES[work].shape if work in CASES else (16,)
+        self.shape = WORKS[work].shape
         self.lengths = [0] * number
         if "lengths" in work:
             lowest, highest = map(math.log, LENGTHS)
@@ -73,7 +78,7 @@ class Network(pl.LightningModule):
     def __init__(self, work: str, swap_at: int) -> None:
         super().__init__()
         self.work, self.swap_at = work, swap_at
-        self.layers = CASES[work].build() if work in CASES else nn.Linear(16, CLASSES)
+        self.layers = WORKS[work].build()
         self.sizes: list[tuple[int, ...]] = []
 
     def milliseconds(self, lengths: Tensor, batch_idx: int) -> float:
@@ -88,7 +93,7 @@ class Network(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the cross-entropy."""
         inputs, labels, lengths = batch
-        if self.work not in CASES:
+        if self.work in SLEEPERS:
             time.sleep(self.milliseconds(lengths, batch_idx) / 1000)
         return functional.cross_entropy(self.layers(inputs), labels)
 
@@ -107,7 +112,7 @@ def train(contender: Contender, work: str, steps: int) -> tuple[Network, StepTim
     """Train on this rank; each rank gets an even part of the batch unless ranks, or replicas, share it."""
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
-    batch_size = CASES[work].batch_size if work in CASES else SEQUENCES if "lengths" in work else BATCH
+    batch_size = WORKS[work].batch_size
     options = {} if isinstance(contender, str) else {**contender}
     micro_batches, devices = options.pop("micro_batches", 1), options.pop("ranks", RANKS)
     module, data, times = Network(work, steps // 2), Samples(work, batch_size * steps), StepTimes()
