@@ -248,9 +248,10 @@ class GradientReducer:
             self._scheduler.restore(self._group)
         self.buffers.synchronize(self.control.weights, self._structure_field.of_ranks, changed)
         self._scheduler.finish()
-        self._run_hooks(used)
+        self._end_batch(used)
 
-    def _run_hooks(self, used: Sequence[float]) -> None:
+    def _end_batch(self, used: Sequence[float]) -> None:
+        """Run the deferred hooks of used parameters, with the gradient of all ranks."""
         if self.control.total_weight:
             self._scheduler.run_hooks(used, self._hook_context)
 

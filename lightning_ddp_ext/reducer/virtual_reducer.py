@@ -276,10 +276,10 @@ class VirtualReducer(GradientReducer):
         return self._tree.run
 
     def _take(self) -> Values:
-        found = [(place, one) for place, one in enumerate(self._parameters) if one.grad is not None]
-        if not all(one.grad is None or one.grad.layout == torch.strided for _, one in found):
+        gradients = {place: one.grad for place, one in enumerate(self._parameters) if one.grad is not None}
+        if any(gradient.layout != torch.strided for gradient in gradients.values()):
             raise UnsupportedFeatureError(_SPARSE)  # rows would be added in another order
-        return {place: take_gradient(parameter) for place, parameter in found}
+        return {place: take_gradient(self._parameters[place]) for place in gradients}
 
     @torch.no_grad()
     def end_part(self, part: int, weight: float) -> None:
@@ -321,21 +321,9 @@ class VirtualReducer(GradientReducer):
         super()._finish()
 
     @override
-    def _run_hooks(self, used: Sequence[float]) -> None:
-        """Run hooks at the end of a window only, with its gradient."""
-        if not self.control.total_weight:
-            self._end_batch()
-        if self._window and not self.continues:
-            self._scheduler.run_hooks([one.grad is not None for one in self._parameters], self._hook_context)
-
-    @override
-    def _complete(self, late: Sequence[float], used: Sequence[float]) -> None:
-        super()._complete(late, used)
+    def _end_batch(self, used: Sequence[float]) -> None:
+        """Add the sums of the earlier batches; at the end of a window, divide by its weight and run hooks."""
         self._window += sum(sum(field.of_ranks) for field in self._of_parts)
-        self._end_batch()
-
-    def _end_batch(self) -> None:
-        """Add the sums of the earlier batches, and divide by the weight of the window at its end."""
         ends = self._window and not self.continues
         factor = self._unit / (1.0 if self._is_sum else self._window) if ends else 1.0
         for place, parameter in enumerate(self._parameters):
@@ -343,3 +331,5 @@ class VirtualReducer(GradientReducer):
                 parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
             if parameter.grad is not None and factor != 1.0:
                 parameter.grad.mul_(factor)
+        if ends:
+            self._scheduler.run_hooks([one.grad is not None for one in self._parameters], self._hook_context)
