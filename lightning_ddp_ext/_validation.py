@@ -128,8 +128,8 @@ def refuse_unknown(unknown: Iterable[str], strategy: type) -> None:
 
 # Arguments that not all strategies have, and the strategies that have them.
 _OWNERS = dict.fromkeys(("balance", "gpu0_batch_size", "split"), "strategies `balanced_dp` and `balanced_ddp`")
-_OWNERS |= {"cost": "strategy `balanced_ddp`", "uneven_inputs": "strategy `ddp_join`"}
-_OWNERS["virtual_ranks"] = "strategy `balanced_ddp` of the Trainer"
+_OWNERS |= dict.fromkeys(("cost", "virtual_ranks"), "strategy `balanced_ddp`")
+_OWNERS["uneven_inputs"] = "strategy `ddp_join`"
 
 
 def suggest(wrong: str, valid: Iterable[str]) -> str:

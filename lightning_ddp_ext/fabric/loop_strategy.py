@@ -73,6 +73,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
     channels = 3  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # True if ranks share each batch, so that any number of ranks can resume
     balancer: ShareBalancer | None = None
+    reducer_type: Callable[..., GradientReducer] = GradientReducer
 
     def __init__(self, *args: Any, start_method: StartMethod | None = None, **options: Any) -> None:
         # Not the arguments of a class derived from this one, which should not arrive here. Lightning ignores others.
@@ -123,7 +124,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
         if self._gradient is not None:
             self._gradient.close()
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
-        self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
+        self._reducer = self.reducer_type(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
         self.cpu_group = self._reducer.process_group
         guard = OptimizerGuard(
             self.global_rank,

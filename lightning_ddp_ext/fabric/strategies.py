@@ -1,29 +1,42 @@
 """The strategies for `lightning.fabric.Fabric`."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
+from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule, even_chunks
 from lightning_ddp_ext.distributed.exchange import broadcast_object
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import LoopBatch
 from lightning_ddp_ext.fabric.loop_strategy import LoopStrategy
+from lightning_ddp_ext.fabric.virtual_window import VirtualWindow
 from lightning_ddp_ext.loaders.lockstep_source import LockstepSource, UnevenInputs
 from lightning_ddp_ext.loaders.samplers import LightningInjectedRank
 from lightning_ddp_ext.loaders.step_loader import EvenSource, FetchedBatch, StepSource
+from lightning_ddp_ext.reducer.virtual_reducer import VirtualReducer
+from lightning_ddp_ext.resume.rng_state import load_state
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
-from lightning_ddp_ext.shares.share_table import ShareTable, combine_shares, refuses_single_samples
+from lightning_ddp_ext.shares.parts import PartSampler, cut_loader, seed_process
+from lightning_ddp_ext.shares.share_table import SharedBatch, ShareTable, combine_shares, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.steps.balancer import ShareBalancer
+from lightning_ddp_ext.steps.virtual_ranks import (
+    check_ranks,
+    check_virtual_ranks,
+    compare_environments,
+    describe_environment,
+)
 
-_SHARES = "shares"
+_SHARES, _ENVIRONMENT = "shares", "environment"
 
 
 class DDPCheckpointStrategy(LoopStrategy):
@@ -95,9 +108,12 @@ class BalancedDDPStrategy(LoopStrategy):
         balance: `"auto"`, the default, follows the time from the batch to the end of `fabric.backward` on each rank;
             `"even"` divides batches evenly.
         cost: Cost of a sample, by which the batches of all loaders are shared.
+        virtual_ranks: Number of parts into which each batch is cut, of evaluation too: loaders give lists with the
+            parts of this rank, and a training loop iterates over them with `parts`. None for no parts.
         options: Arguments of `LoopStrategy`.
 
     Raises:
+        TypeError: If an argument has the wrong type.
         ValueError: If more than one of `gpu0_batch_size`, `split` and `balance` is given or if one is out of range.
     """
 
@@ -111,23 +127,35 @@ class BalancedDDPStrategy(LoopStrategy):
         split: Sequence[float] | None = None,
         balance: Balance | None = None,
         cost: Cost | None = None,
+        virtual_ranks: int | None = None,
         **options: Any,
     ) -> None:
         self._rule = ChunkRule(gpu0_batch_size, split, balance)
         self._cost = None if cost is None else SampleCost(cost)
+        check_virtual_ranks(virtual_ranks, cost=cost)
         super().__init__(*args, **options)
         self.cost = cost
+        self.virtual_ranks = virtual_ranks
         self._tables: list[ShareTable] = []
+        self._samplers: dict[ShareTable, PartSampler] = {}  # of loaders that are cut into parts
+        if virtual_ranks is not None:
+            self.reducer_type = partial(VirtualReducer, virtual_ranks)
+            self._window = VirtualWindow(self._weight_rule.is_sum)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._rule.check_number(self.world_size, "rank")
-        self.balancer = ShareBalancer(self._rule, self.world_size, self.root_device, rank_zero_info)
+        check_ranks(self.virtual_ranks, self.world_size)
+        unit = "samples" if self.virtual_ranks is None else "virtual ranks"
+        self.balancer = ShareBalancer(self._rule, self.world_size, self.root_device, rank_zero_info, unit=unit)
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {**super().compared_arguments(), **self._rule.given, "cost": self.cost}
+        return {**super().compared_arguments(), **self._rule.given, "cost": self.cost, **self._environment()}
+
+    def _environment(self) -> dict[str, Any]:
+        return {} if self.virtual_ranks is None else describe_environment(self.virtual_ranks, self.root_device)
 
     @property
     @override
@@ -142,14 +170,31 @@ class BalancedDDPStrategy(LoopStrategy):
         self.balancer.add(table)
         # Rank 0 decides, because ranks may have drawn different numbers before they set up this loader.
         seeds = broadcast_object(torch.initial_seed(), self.steps_group, 0), index
-        return SharedSource(
-            self.steps_group, table, seeds, lambda _: [self._loaders[index].epochs_begun], self.batch_dim
+
+        def seeds_of_epoch() -> tuple[int, ...]:
+            return *source.seeds, self._loaders[index].epochs_begun
+
+        source = SharedSource(
+            self.steps_group,
+            table,
+            seeds,
+            lambda _: [self._loaders[index].epochs_begun],
+            self.batch_dim,
+            prepare=list if self.virtual_ranks is None else partial(self._cut, table, seeds_of_epoch),
         )
+        return source
+
+    def _cut(self, table: ShareTable, seeds: Callable[[], tuple[int, ...]], loaders: Sequence[Any]) -> list[Any]:
+        """Return a loader with batches of parts."""
+        assert self.virtual_ranks is not None
+        loader = cut_loader(loaders, self.virtual_ranks, seeds)
+        self._samplers[table] = loader.batch_sampler
+        return [loader]
 
     @contextmanager
     @override
     def iterating(self) -> Generator[LoopBatch, None, None]:
-        for table in self._tables:
+        for table in self._tables if self.virtual_ranks is None else ():
             table.avoids_single_samples = any(map(refuses_single_samples, self.modules))
         with self.balancer.interrupted(), super().iterating() as current:
             yield current
@@ -171,10 +216,80 @@ class BalancedDDPStrategy(LoopStrategy):
         super().backward(tensor, module, *args, **kwargs)
         self.balancer.stop()
 
+    def parts(self, batch: Sequence[Any]) -> Generator[Any, None, None]:
+        """Iterate over the parts of the batch that a loader has given last, for training; without parts, it is the one.
+
+        Each part needs one `fabric.backward`, and is one virtual rank, with random numbers and buffers of its own. The
+        gradient of the whole batch is there after the loop. On a rank without a part, the only one is a copy, see
+        `is_shadow`.
+
+        Raises:
+            RanksOutOfStepError: If a part has no backward pass or several, or if the last loop has ended early.
+            UnsynchronizedGradientsError: If gradients are dropped between parts, or are not of `fabric.backward`.
+            UnsupportedFeatureError: If the batch is not of a loader that was set up, or of several.
+        """
+        if self.virtual_ranks is None:
+            yield batch
+            return
+        current, window, reducer = self._batches[-1], self._window, self._reducer
+        assert isinstance(window, VirtualWindow)
+        if not isinstance(reducer, VirtualReducer) or current.shares is None or len(self._new_batches()) > 1:
+            raise UnsupportedFeatureError(
+                "`fabric.strategy.parts` needs a module of `fabric.setup`, and the batch that a loop over a loader of"
+                " `fabric.setup_dataloaders` has given last. Iterate over the parts of one loader before the next one"
+                " gives a batch."
+            )
+        shared: SharedBatch = current.shares
+        sampler, index = self._samplers[shared.table], shared.number - shared.table.first
+        seeds, device = (*sampler.seeds(), index), self.root_device
+        sizes = even_chunks(sampler.sizes[index], self.virtual_ranks)
+        own = window.begin_batch(reducer, shared.sizes, sizes) or [-1]
+        for part, one in zip(own, batch, strict=not self.is_shadow):
+            current.weight = self._weigh(one, FetchedBatch(sizes[part]))
+            seed_process(*seeds, part, 1, device=device)  # the loader has used these numbers without the last one
+            window.begin_part(part, is_last=part == own[-1])
+            yield one
+            window.end_part(current.weight or 0.0)
+            if part != own[-1]:
+                self.balancer.start()
+        seed_process(*seeds, self.virtual_ranks, 1, device=device)
+
+    @override
+    def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
+        is_cut = self.virtual_ranks is not None and fetched.shares is not None
+        return 1.0 if is_cut else super()._weigh(batch, fetched)
+
+    @override
+    @contextmanager
+    def _naming_call(self, call: str, of_batch: str = "") -> Generator[None, None, None]:
+        if call != "backward" and isinstance(self._window, VirtualWindow) and self._window.part is not None:
+            raise UnsupportedFeatureError(
+                f"`fabric.{call}` was called in a loop over `fabric.strategy.parts`, which is longer on some ranks."
+                " Call it after that loop."
+            )
+        with super()._naming_call(call, of_batch):
+            yield
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if self.virtual_ranks is not None and isinstance(optimizer, LBFGS):
+            raise UnsupportedFeatureError("`virtual_ranks` does not support L-BFGS, which needs the loss of all parts.")
+        return super().setup_optimizer(optimizer)
+
     @override
     def own_state(self) -> dict[str, Any]:
-        return {_SHARES: self.balancer.state_dict()}
+        return {_SHARES: self.balancer.state_dict(), _ENVIRONMENT: self._environment()}
 
     @override
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         self.balancer.load_state_dict(state[_SHARES])
+
+    @override
+    def _resume(self, saved: Mapping[str, Any]) -> None:
+        of_ranks = saved["of_ranks"]
+        environment = load_state(of_ranks[0]).get(_ENVIRONMENT)
+        if self.virtual_ranks is not None and environment:
+            compare_environments(environment, self._environment())
+            # The state between steps is the same on all ranks, so that any number of them restores it.
+            saved = {**saved, "of_ranks": of_ranks[:1] * self.world_size}
+        super()._resume(saved)

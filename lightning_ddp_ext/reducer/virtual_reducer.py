@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.torch import add_all_
+from lightning_ddp_ext._devices import are_deterministic
 from lightning_ddp_ext.distributed.exchange import digest
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.bucket_transport import BucketTransport
@@ -235,11 +236,17 @@ class VirtualReducer(GradientReducer):
             raise UnsupportedFeatureError(_SPARSE)
         if self.normalizes_over_ranks:
             raise UnsupportedFeatureError("`virtual_ranks` does not support `SyncBatchNorm`. Leave one of them out.")
+        if any(one.device.type != "cpu" for one in self._parameters) and not are_deterministic():
+            raise UnsupportedFeatureError(
+                "`virtual_ranks` needs algorithms that are deterministic on a device. Call"
+                " `torch.use_deterministic_algorithms(True)`, or use `Trainer(deterministic=True)`."
+            )
         self._tree = self._transport.tree
         self.buffers = VirtualBuffers(module, self._group, self._tree)
         self.buffers.remember()
         self._of_parts = [self.control.add() for _ in range(virtual_ranks)]
         self._carried: Values = {}  # the sums of the earlier batches in this window
+        self._older: Values = {}  # gradients of earlier windows
         self._window = 0.0  # weight of these
         self._unit, self._is_sum, self.continues = 1.0, False, False
 
@@ -258,17 +265,26 @@ class VirtualReducer(GradientReducer):
         # The state of another reducer has other factors, and counts of gradients for which a bucket would not wait.
         return digest([super()._setup(), "virtual ranks"])
 
-    def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> range:
+    def begin(
+        self,
+        numbers: Sequence[int],
+        sizes: Sequence[int],
+        is_first: bool,
+        unit: float,
+        is_sum: bool,
+        keeps_older: bool = False,
+    ) -> range:
         """Begin a batch with parts of these sizes, of which ranks compute these numbers; return those of this rank.
 
-        The sum of a window is multiplied by its first `unit`, and divided by its weight unless it `is_sum`.
+        The sum of a window is multiplied by its last `unit`, and divided by its weight unless it `is_sum`. It is added
+        to the gradients before its first batch if it `keeps_older`.
         """
         self.defer_hooks()
         self._tree.begin(numbers, sizes)
+        self._unit, self._is_sum = unit, is_sum
+        self._carried = self._take()
         if is_first:
-            self._unit, self._is_sum, self._window = unit, is_sum, 0.0
-        gradients = self._take()
-        self._carried = {} if is_first else gradients
+            self._older, self._carried, self._window = self._carried if keeps_older else {}, {}, 0.0
         self._transport.sums = NodeSums()
         for field in self._of_parts:
             field.value = 0.0
@@ -324,12 +340,19 @@ class VirtualReducer(GradientReducer):
     def _end_batch(self, used: Sequence[float]) -> None:
         """Add the sums of the earlier batches; at the end of a window, divide by its weight and run hooks."""
         self._window += sum(sum(field.of_ranks) for field in self._of_parts)
-        ends = self._window and not self.continues
-        factor = self._unit / (1.0 if self._is_sum else self._window) if ends else 1.0
-        for place, parameter in enumerate(self._parameters):
-            if (carried := self._carried.get(place)) is not None:
-                parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
-            if parameter.grad is not None and factor != 1.0:
+        self._accumulate(self._carried)
+        if self.continues:
+            return
+        used = [one.grad is not None for one in self._parameters]
+        factor = self._unit / (1.0 if self._is_sum else self._window) if self._window else 1.0
+        for parameter in self._parameters if factor != 1.0 else ():
+            if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        if ends:
-            self._scheduler.run_hooks([one.grad is not None for one in self._parameters], self._hook_context)
+        self._accumulate(self._older)
+        if self._window:
+            self._scheduler.run_hooks(used, self._hook_context)
+
+    def _accumulate(self, values: Values) -> None:
+        for place, value in values.items():
+            parameter = self._parameters[place]
+            parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)

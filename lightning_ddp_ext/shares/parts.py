@@ -48,7 +48,8 @@ class PartSampler:
     """Cuts the batches of a batch sampler into parts; `sizes` are the samples of each batch of the epoch."""
 
     def __init__(self, batches: Any, parts: int, seeds: Callable[[], tuple[int, ...]]) -> None:
-        self._batches, self._parts, self._seeds = batches, parts, seeds  # these of the epoch
+        self._batches, self._parts = batches, parts
+        self.seeds = seeds  # returns those of the epoch
         self.sizes = array("q")
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +61,7 @@ class PartSampler:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[Part]]:
-        self.sizes, seeds = array("q"), self._seeds()
+        self.sizes, seeds = array("q"), self.seeds()
         for number, batch in enumerate(self._batches):
             indices = as_sequence(batch)
             self.sizes.append(len(indices))

@@ -95,7 +95,7 @@ class ShareTable:
         self.rule = rule
         self._ranks = ranks
         self.avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
-        self._first = 0  # number of the first batch of this epoch
+        self.first = 0  # number of the first batch of this epoch
         # (number of the first batch, shares, limits)
         self._changes: list[tuple[int, list[float], list[int | None]]] = []
 
@@ -116,11 +116,11 @@ class ShareTable:
 
     def begin_epoch(self, skip: int) -> int:
         """Begin an epoch, of which an interrupted run has used `skip` batches; return the number of its first batch."""
-        self._first = self.begun
+        self.first = self.begun
         self.begun += skip
-        held = [change for change in self._changes if change[0] <= self._first][-1:]
-        self._changes = held + [change for change in self._changes if change[0] > self._first]
-        return self._first
+        held = [change for change in self._changes if change[0] <= self.first][-1:]
+        self._changes = held + [change for change in self._changes if change[0] > self.first]
+        return self.first
 
     def change(self, number: int, shares: Sequence[float], limits: Sequence[int | None]) -> None:
         """Divide by other shares from the batch of this number on."""
@@ -141,7 +141,7 @@ class ShareTable:
 
     def state_dict(self, is_within_epoch: bool) -> dict[str, Any]:
         """Return the shares since the beginning of this epoch, or for the next one, whose first batch gets number 0."""
-        first = self._first if is_within_epoch else self.begun
+        first = self.first if is_within_epoch else self.begun
         changes = [[max(0, number - first), shares, limits] for number, shares, limits in self._changes]
         return {"changes": changes}
 

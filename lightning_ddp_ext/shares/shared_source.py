@@ -205,7 +205,7 @@ class SharedSource(StepSource):
         self._group = group
         self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._table = table
-        self._seeds = seeds
+        self.seeds = seeds
         self._epoch_seeds = epoch_seeds
         self._batch_dim = batch_dim
         self._has_next_batch = has_next_batch  # None for a new one in each epoch
@@ -250,7 +250,7 @@ class SharedSource(StepSource):
         number = self._table.begun if loader.rng is None else self._table.begin_epoch(skip)
         parts = [[one] for one in loaders] if combination_mode(loader) == "sequential" else [loaders]
         for position, shared in enumerate(loaders):
-            shared.batches.begin(number, *self._seeds, *self._epoch_seeds(position))
+            shared.batches.begin(number, *self.seeds, *self._epoch_seeds(position))
         for dataloader_idx, (part, steps) in enumerate(zip(parts, self.numbers_of_steps(loader), strict=False)):
             done = self._finished(dataloader_idx, 0)
             first = skip + len(done)  # no training has finished predictions
@@ -286,11 +286,11 @@ class SharedSource(StepSource):
 
     @override
     def state_dict(self, loader: StepLoader, is_within_epoch: bool) -> dict[str, Any]:
-        return {_SEEDS: [*self._seeds], _TABLE: self._table.state_dict(is_within_epoch)}
+        return {_SEEDS: [*self.seeds], _TABLE: self._table.state_dict(is_within_epoch)}
 
     @override
     def load_state_dict(self, loader: StepLoader, state: Mapping[str, Any], has_rng: bool) -> None:
-        self._seeds = state[_SEEDS]
+        self.seeds = state[_SEEDS]
         if has_rng:
             self._table.load_state_dict(state[_TABLE])
         elif loader.skip and _sampler_rngs(loader):

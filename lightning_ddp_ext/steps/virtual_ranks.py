@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import replace_attributes
 from lightning_ddp_ext._compat.lightning_logging import logged_in_step, set_latest, set_logged_batch
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
-from lightning_ddp_ext._devices import are_deterministic, widest_float
+from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._lightning import (
     STEP_OUTPUT,
     DDPStrategy,
@@ -23,6 +23,7 @@ from lightning_ddp_ext._lightning import (
     rank_zero_warn,
 )
 from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.chunk_sizes import even_chunks
 from lightning_ddp_ext.batches.weights import BatchWeights
 from lightning_ddp_ext.consistency import hash_training_state
@@ -55,7 +56,6 @@ class VirtualStepDriver(StepDriver):
     def _refuse_unsupported(self) -> None:
         hooks = (self._module, self._trainer.datamodule)  # type: ignore[attr-defined]
         moves = any(one is not None and is_overridden("on_before_batch_transfer", one) for one in hooks)
-        is_random = self._trainer.strategy.root_device.type != "cpu" and not are_deterministic()
         swa = any(isinstance(one, StochasticWeightAveraging) for one in self._trainer.callbacks)  # type: ignore[attr-defined]
         for is_present, problem in (
             (
@@ -64,7 +64,6 @@ class VirtualStepDriver(StepDriver):
             ),
             (not self._module.automatic_optimization, "manual optimization. Leave one of them out"),
             (moves, "`on_before_batch_transfer`, which would get several parts. Use `on_after_batch_transfer`"),
-            (is_random, "algorithms that are not deterministic on a device. Use `Trainer(deterministic=True)`"),
         ):
             if is_present:
                 raise UnsupportedFeatureError(f"`virtual_ranks` does not support {problem}.")
@@ -78,15 +77,14 @@ class VirtualStepDriver(StepDriver):
 
     def cut(self, seed: int, loaders: Sequence[Any]) -> list[Any]:
         """Return the training loader with batches of parts, which the ranks share."""
-        self._seeds: Callable[[], tuple[int, ...]] = lambda: (seed, self._trainer.current_epoch)
-        loader = cut_loader(loaders, self._parts, self._seeds)
+        loader = cut_loader(loaders, self._parts, lambda: (seed, self._trainer.current_epoch))
         self._sampler: PartSampler = loader.batch_sampler
         return [loader]
 
     def _seed(self, part: int) -> None:
         # The loader has used the same numbers without the last one.
         index = self._trainer.fit_loop.epoch_loop.batch_idx
-        seed_process(*self._seeds(), index, part, 1, device=self._trainer.strategy.root_device)
+        seed_process(*self._sampler.seeds(), index, part, 1, device=self._trainer.strategy.root_device)
 
     @override
     def run(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -192,6 +190,27 @@ def _merge(logged: Sequence[tuple[float, Tensor]], operation: str) -> Tensor:
         weights = torch.tensor([weight for weight, _ in logged], dtype=stacked.dtype, device=stacked.device)
         merged = stacked.sum(0) if operation == "sum" else torch.tensordot(weights, stacked, 1) / weights.sum()
     return merged.to(logged[0][1].dtype)
+
+
+def check_virtual_ranks(virtual_ranks: int | None, **others: object) -> None:
+    """Check the option, which excludes others."""
+    if virtual_ranks is None:
+        return
+    check_integer("virtual_ranks", virtual_ranks, least=1, remedy="Leave it out for no virtual ranks.")
+    if excluded := [name for name, one in others.items() if one]:
+        raise ValueError(f"`{virtual_ranks=}` and `{excluded[0]}` exclude each other. Keep one of them.")
+
+
+def check_ranks(virtual_ranks: int | None, ranks: int) -> None:
+    """Raise an error if there are more ranks than virtual ones."""
+    if virtual_ranks is not None and ranks > virtual_ranks:
+        raise ValueError(f"`virtual_ranks` must be at least the number of ranks, {ranks}, got {virtual_ranks}.")
+
+
+def describe_environment(virtual_ranks: int, device: torch.device) -> dict[str, Any]:
+    """Describe on what the bits of a run with virtual ranks depend."""
+    threads = {"`virtual_ranks`": virtual_ranks, "`torch.get_num_threads()`": torch.get_num_threads()}
+    return {**threads, "kind of device": device.type, "version of torch": str(torch.__version__)}
 
 
 def compare_environments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

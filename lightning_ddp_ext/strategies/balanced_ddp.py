@@ -10,7 +10,6 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_loaders
 from lightning_ddp_ext._lightning import CombinedLoader, Trainer
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.loaders.lockstep_source import HasNextBatch
@@ -21,7 +20,13 @@ from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.share_table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.shares.shared_source import SharedSource
 from lightning_ddp_ext.steps.balancer import RankTimes, ShareBalancer, has_own_memory
-from lightning_ddp_ext.steps.virtual_ranks import VirtualStepDriver, compare_environments
+from lightning_ddp_ext.steps.virtual_ranks import (
+    VirtualStepDriver,
+    check_ranks,
+    check_virtual_ranks,
+    compare_environments,
+    describe_environment,
+)
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 
 
@@ -94,10 +99,8 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         self.virtual_ranks = virtual_ranks
         self._training_loader: StepLoader | None = None
         self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
+        check_virtual_ranks(virtual_ranks, cost=cost, ddp_comm_hook=self.comm_hook)
         if virtual_ranks is not None:
-            check_integer("virtual_ranks", virtual_ranks, least=1, remedy="Leave it out for no virtual ranks.")
-            if excluded := [name for name, one in (("cost", cost), ("ddp_comm_hook", self.comm_hook)) if one]:
-                raise ValueError(f"`{virtual_ranks=}` and `{excluded[0]}` exclude each other. Keep one of them.")
             self.reducer_type = partial(VirtualReducer, virtual_ranks)
             self.driver_type = partial(VirtualStepDriver, virtual_ranks)
 
@@ -106,10 +109,7 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         super()._configure_launcher()
         ranks = self.num_nodes * self.num_processes
         self._rule.check_number(ranks, "rank")
-        if self.virtual_ranks is not None and ranks > self.virtual_ranks:
-            raise ValueError(
-                f"`virtual_ranks` must be at least the number of ranks, {ranks}, got {self.virtual_ranks}."
-            )
+        check_ranks(self.virtual_ranks, ranks)
 
     def take_timed_steps(self) -> list[RankTimes]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
@@ -146,14 +146,9 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
         by_cost = "" if self._cost is None else ", in units of `cost`"
         self.division = f"the ranks share each batch of the loader {shares}{by_cost}"
         if parts is not None:
-            compare_environments(resumed.get("virtual_ranks", {}), self._environment())
+            compare_environments(resumed.get("virtual_ranks", {}), describe_environment(parts, self.root_device))
             self.division = f"{parts} virtual ranks with {torch.get_num_threads()} threads; {self.division}"
         return balance
-
-    def _environment(self) -> dict[str, Any]:
-        """Describe on what the bits of a run with virtual ranks depend."""
-        threads = {"`virtual_ranks`": self.virtual_ranks, "`torch.get_num_threads()`": torch.get_num_threads()}
-        return {**threads, "kind of device": self.root_device.type, "version of torch": str(torch.__version__)}
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
@@ -192,7 +187,9 @@ class BalancedDDPStrategy(ExplicitDDPStrategy):
             "samplers": samplers,
             "controller": balance.state_dict(),
         }
-        return state if self.virtual_ranks is None else {**state, "virtual_ranks": self._environment()}
+        if self.virtual_ranks is not None:
+            state["virtual_ranks"] = describe_environment(self.virtual_ranks, self.root_device)
+        return state
 
     @override
     def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
