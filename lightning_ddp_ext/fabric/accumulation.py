@@ -62,6 +62,8 @@ class LoopWindow(AccumulationWindow):
     dropped or parameters change.
     """
 
+    is_of_parts = False  # batches come in parts, each with a weight
+
     def __init__(self, is_sum: bool) -> None:
         self._is_sum = is_sum  # losses are added up, over micro-batches and ranks
         self._modules: tuple[object, ...] = ()  # that `no_backward_sync` names in the first pass

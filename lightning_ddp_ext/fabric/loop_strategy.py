@@ -193,7 +193,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
         current.has_next_batch = fetched.has_next_batch
         weight, problem = None, None
         try:
-            weight = self._weigh(batch, fetched)
+            weight = 1.0 if self._window.is_of_parts else self._weigh(batch, fetched.samples)
         except Exception as error:  # raised by `backward`: a batch of an evaluation needs no weight
             problem = error
         current.runs_ahead |= current.is_new
@@ -206,12 +206,12 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
         if self._reducer is not None and current in self._batches and not current.is_new:
             self._reducer.buffers.settle()
 
-    def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
+    def _weigh(self, batch: Any, samples: float | None) -> float:
         if self.is_shadow:
             return 0.0
         if not self._weight_rule.is_by_samples:
             return self._weight_rule.weigh(batch, 1.0)
-        self._samples.begin(fetched.samples, batch)
+        self._samples.begin(samples, batch)
         return self._weight_rule.weigh(batch, self._samples.require(batch, self.global_rank))
 
     @property

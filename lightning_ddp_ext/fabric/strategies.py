@@ -1,16 +1,16 @@
 """The strategies for `lightning.fabric.Fabric`."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
+from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, replace_attributes
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule, even_chunks
@@ -244,31 +244,18 @@ class BalancedDDPStrategy(LoopStrategy):
         seeds, device = (*sampler.seeds(), index), self.root_device
         sizes = even_chunks(sampler.sizes[index], self.virtual_ranks)
         own = window.begin_batch(reducer, shared.sizes, sizes) or [-1]
-        for part, one in zip(own, batch, strict=not self.is_shadow):
-            current.weight = self._weigh(one, FetchedBatch(sizes[part]))
-            seed_process(*seeds, part, 1, device=device)  # the loader has used these numbers without the last one
-            window.begin_part(part, is_last=part == own[-1])
-            yield one
-            window.end_part(current.weight or 0.0)
-            if part != own[-1]:
-                self.balancer.start()
+        with ExitStack() as stack:
+            calls = ("all_reduce", "all_gather", "broadcast", "barrier", "save_checkpoint")
+            replace_attributes(stack, self, **{call: partial(_refuse, call) for call in calls})
+            for part, one in zip(own, batch, strict=not self.is_shadow):
+                current.weight = self._weigh(one, sizes[part])
+                seed_process(*seeds, part, 1, device=device)  # the loader has used these numbers without the last one
+                window.begin_part(part, is_last=part == own[-1])
+                yield one
+                window.end_part(current.weight)
+                if part != own[-1]:
+                    self.balancer.start()
         seed_process(*seeds, self.virtual_ranks, 1, device=device)
-
-    @override
-    def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
-        is_cut = self.virtual_ranks is not None and fetched.shares is not None
-        return 1.0 if is_cut else super()._weigh(batch, fetched)
-
-    @override
-    @contextmanager
-    def _naming_call(self, call: str, of_batch: str = "") -> Generator[None, None, None]:
-        if call != "backward" and isinstance(self._window, VirtualWindow) and self._window.part is not None:
-            raise UnsupportedFeatureError(
-                f"`fabric.{call}` was called in a loop over `fabric.strategy.parts`, which is longer on some ranks."
-                " Call it after that loop."
-            )
-        with super()._naming_call(call, of_batch):
-            yield
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -293,3 +280,10 @@ class BalancedDDPStrategy(LoopStrategy):
             # The state between steps is the same on all ranks, so that any number of them restores it.
             saved = {**saved, "of_ranks": of_ranks[:1] * self.world_size}
         super()._resume(saved)
+
+
+def _refuse(call: str, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedFeatureError(
+        f"`{call}` was called in a loop over `fabric.strategy.parts`, which is longer on some ranks. Call it after that"
+        " loop."
+    )

@@ -22,6 +22,8 @@ class VirtualWindow(LoopWindow):
     are dropped.
     """
 
+    is_of_parts = True
+
     def __init__(self, is_sum: bool) -> None:
         super().__init__(is_sum)
         super().begin()
