@@ -5,8 +5,8 @@
 - Equal ranks compute. `ddp` and `ddp_join` get half of the batch on each rank, `balanced_dp` has two replicas.
 - Sequences of 8 to 512 tokens, most of them short: ranks sleep for the tokens of their share, without and
   with padding.
-- 8 virtual ranks on one rank, against the same micro-batches; on two ranks, against one; and the bytes of gradients
-  that a rank sends in a step, relative to an all-reduce.
+- 8 virtual ranks on one rank, against the same micro-batches; on two ranks, against one, and against `ddp` with the
+  same micro-batches; and the bytes of gradients that a rank sends in a step, relative to an all-reduce.
 
 Contenders run in turn, round after round; a ratio is the median of the ratios within rounds, with its 95 % interval. A
 step includes its fetch. Run it with `python benchmarks/balanced_ddp.py --rounds 9`; it takes a quarter of an hour, and
@@ -95,15 +95,17 @@ def main() -> None:
         by_cost = values[work] = run(measure, {"cost": {**EVEN, "cost": cost}, "even": EVEN}, work, rounds, steps)
         table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
     for case in (DEEP, "transformer", "conv net"):
-        found = values[f"virtual, {case}"] = {"virtual": [], "micro": [], "two": []}
+        found = values[f"virtual, {case}"] = {"virtual": [], "micro": [], "two": [], "ddp": []}
         for _ in range(rounds):
             alone = {"virtual": {"virtual_ranks": PARTS, "ranks": 1}, "micro": {"micro_batches": PARTS, "ranks": 1}}
             times = run(measure, alone, case, 1, steps, ranks=1)
-            times |= run(measure, {"two": {"virtual_ranks": PARTS}}, case, 1, steps)
+            both = {"two": {"virtual_ranks": PARTS}, "ddp": {"strategy": "ddp", "micro_batches": PARTS}}
+            times |= run(measure, both, case, 1, steps)
             for name, seconds in times.items():
                 found[name] += seconds
         table.add(f"{PARTS} virtual ranks, {case}: one rank / micro-batches", found, "virtual", "micro", "1.05")
         table.add(f"{PARTS} virtual ranks, {case}: two ranks / one", found, "two", "virtual", "0.55")
+        table.add(f"{PARTS} virtual ranks, {case}: two ranks / ddp on two ranks", found, "two", "ddp")
     for ranks, target in ((2, "1.00"), (3, "1.6"), (4, "1.00")):
         shares = values[f"bytes on {ranks} ranks"] = run_processes(count_bytes, ranks, ranks, PARTS, timeout=LIMIT)
         table.table.add_row(f"bytes / all-reduce, {ranks} ranks", f"{fmean(shares):.2f}", "", "", target)

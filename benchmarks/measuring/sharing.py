@@ -115,12 +115,14 @@ def train(contender: Contender, work: str, steps: int) -> tuple[Network, StepTim
     batch_size = WORKS[work].batch_size
     options = {} if isinstance(contender, str) else {**contender}
     micro_batches, devices = options.pop("micro_batches", 1), options.pop("ranks", RANKS)
+    accumulated = max(1, micro_batches // devices)
     module, data, times = Network(work, steps // 2), Samples(work, batch_size * steps), StepTimes()
     batch_size //= RANKS if contender in ("ddp", "ddp_join") else micro_batches
-    strategy = contender if isinstance(contender, str) else BalancedDDPStrategy(**options)
-    options = {"devices": devices, "max_epochs": 1, "plugins": [], "accumulate_grad_batches": micro_batches}
+    name = options.pop("strategy", contender)
+    strategy = name if isinstance(name, str) else BalancedDDPStrategy(**options)
+    options = {"devices": devices, "max_epochs": 1, "plugins": [], "accumulate_grad_batches": accumulated}
     make_trainer(strategy, times, **options).fit(module, DataLoader(data, batch_size, collate_fn=collate))
-    times.ends = times.ends[::micro_batches]
+    times.ends = times.ends[::accumulated]
     return module, times
 
 

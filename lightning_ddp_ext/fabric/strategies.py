@@ -3,14 +3,14 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, replace_attributes
+from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule, even_chunks
@@ -34,6 +34,7 @@ from lightning_ddp_ext.steps.virtual_ranks import (
     check_virtual_ranks,
     compare_environments,
     describe_environment,
+    refuse_calls,
 )
 
 _SHARES, _ENVIRONMENT = "shares", "environment"
@@ -245,8 +246,7 @@ class BalancedDDPStrategy(LoopStrategy):
         sizes = even_chunks(sampler.sizes[index], self.virtual_ranks)
         own = window.begin_batch(reducer, shared.sizes, sizes) or [-1]
         with ExitStack() as stack:
-            calls = ("all_reduce", "all_gather", "broadcast", "barrier", "save_checkpoint")
-            replace_attributes(stack, self, **{call: partial(_refuse, call) for call in calls})
+            refuse_calls(stack, self, "all_reduce", "all_gather", "broadcast", "barrier", "save_checkpoint")
             for part, one in zip(own, batch, strict=not self.is_shadow):
                 current.weight = self._weigh(one, sizes[part])
                 seed_process(*seeds, part, 1, device=device)  # the loader has used these numbers without the last one
@@ -280,10 +280,3 @@ class BalancedDDPStrategy(LoopStrategy):
             # The state between steps is the same on all ranks, so that any number of them restores it.
             saved = {**saved, "of_ranks": of_ranks[:1] * self.world_size}
         super()._resume(saved)
-
-
-def _refuse(call: str, *_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedFeatureError(
-        f"`{call}` was called in a loop over `fabric.strategy.parts`, which is longer on some ranks. Call it after that"
-        " loop."
-    )

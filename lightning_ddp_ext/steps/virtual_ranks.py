@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -108,7 +109,7 @@ class VirtualStepDriver(StepDriver):
         if self.participation.is_uneven:
             self._broadcast.remember(self._active)
         with ExitStack() as stack, self._redirect(), self.logged.step(), self._measure():
-            replace_attributes(stack, trainer.strategy, all_gather=_refuse_gathering)
+            refuse_calls(stack, trainer.strategy, "all_gather", "broadcast", "barrier")
             for part, batch in zip(own, batches, strict=True):
                 self._seed(part)
                 batch = DDPStrategy.batch_to_device(trainer.strategy, batch, trainer.strategy.root_device)
@@ -174,11 +175,16 @@ class VirtualStepDriver(StepDriver):
             rank_zero_info(f"Epoch {epoch}, threads {threads}: SHA-256 of the training state {state}.")
 
 
-def _refuse_gathering(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedFeatureError(
-        "`training_step` calls `all_gather`, but a rank runs its virtual ranks one after another. Compute the loss from"
-        " the samples of one virtual rank, or leave `virtual_ranks` out."
-    )
+def refuse_calls(cleanup: ExitStack, strategy: object, *names: str) -> None:
+    """Let methods of a strategy that communicate raise an error, while ranks run different numbers of parts."""
+
+    def refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedFeatureError(
+            f"`{name}` was called in the step of a virtual rank, of which ranks run different numbers, one after"
+            " another. Call it after the step, or leave `virtual_ranks` out."
+        )
+
+    replace_attributes(cleanup, strategy, **{name: partial(refuse, name) for name in names})
 
 
 def _merge(logged: Sequence[tuple[float, Tensor]], operation: str) -> Tensor:

@@ -233,7 +233,7 @@ def use(loop: str) -> None:
 MISUSE = {
     "no loop over parts": (RanksOutOfStepError, r"`fabric.backward` is called outside of it\. Call it once in"),
     "local gradients": (UnsynchronizedGradientsError, "a batch begins with gradients that have not been synchronised"),
-    "all-reduce": (UnsupportedFeatureError, "`all_reduce` was called in a loop over `fabric.strategy.parts`"),
+    "all-reduce": (UnsupportedFeatureError, "`all_reduce` was called in the step of a virtual rank"),
     "zeros": (UnsynchronizedGradientsError, r"gradients were dropped between the parts of a batch\. Call `zero_grad`"),
     "no backward": (RanksOutOfStepError, "virtual rank 0 has made no backward pass, for which other ranks wait"),
     "two passes": (RanksOutOfStepError, "`fabric.backward` is called again in the same part"),

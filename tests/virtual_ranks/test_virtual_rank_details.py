@@ -425,6 +425,11 @@ class Gathering(Classifier):
         self.all_gather(batch[1])
 
 
+class Waiting(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.strategy.barrier()
+
+
 class Moving(Classifier):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
@@ -449,6 +454,7 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
     "manual optimization": (Adversaries, images),
     "on_before_batch_transfer": (lambda: Moving(perceptron()), images),
     "all_gather": (lambda: Gathering(perceptron()), images),
+    "`barrier` was called": (lambda: Waiting(perceptron()), images),
     "SyncBatchNorm": (lambda: Classifier(nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(64), nn.Linear(64, 3))), images),
     "sparse=True": (lambda: Classifier(nn.Embedding(4, 3, sparse=True)), images),
     "got an iterable dataset": (lambda: Classifier(perceptron()), lambda: DataLoader(Stream(), batch_size=8)),
