@@ -208,6 +208,14 @@ def test_an_example_starts_its_second_rank(name):
 
 
 @pytest.mark.slow
+def test_runs_of_virtual_ranks_have_one_hash():
+    hashes = re.findall(r"virtual_ranks=(8|None), .* hash (\w{16})$", run("examples/same_bits.py"), re.MULTILINE)
+    assert [parts for parts, _ in hashes] == ["8", "8", "None", "None", "8"]
+    assert len({found for parts, found in hashes if parts == "8"}) == 1
+    assert len({found for _, found in hashes}) == 3
+
+
+@pytest.mark.slow
 def test_ranks_that_map_a_dataset_hold_it_once():
     printed = run("examples/shared_dataset.py", "64")
     (Path(tempfile.gettempdir()) / "rows_64.pt").unlink()

@@ -227,4 +227,7 @@ def compare_environments(saved: Mapping[str, Any], present: Mapping[str, Any]) -
             if name in ("kind of device", "version of torch"):  # a user may be unable to go back
                 rank_zero_warn(f"With `virtual_ranks`, {text}: it may continue with other bits.")
             else:
-                raise UnsupportedFeatureError(f"{text}, so that it would continue with other bits. Use {saved[name]}.")
+                remedy = "the environment variable `OMP_NUM_THREADS`" if "threads" in name else name
+                raise UnsupportedFeatureError(
+                    f"{text}, so that it would continue with other bits. Set {remedy} to {saved[name]}."
+                )
