@@ -146,8 +146,8 @@ class ShareTable:
         return {"changes": changes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state of as many ranks."""
-        self._changes = [(number, shares, limits) for number, shares, limits in state["changes"]]
+        """Restore a saved state; shares of another number of ranks are ignored."""
+        self._changes = [(at, shares, limits) for at, shares, limits in state["changes"] if len(shares) == self._ranks]
 
 
 class SharedBatch(NamedTuple):

@@ -40,11 +40,11 @@ def train(
     accumulated: int = 1,
     phase: int | None = None,
     virtual_ranks: int | None = VIRTUAL,
-    shares: Sequence[float] = (1, 3, 2),
+    shares: Sequence[float] = (1, 3, 2),  # none follow the measured speed
 ) -> str:
     """Train for two epochs, or in one phase of a run; return the hash of the training state."""
     model = MODELS[name]
-    options: dict[str, Any] = {"split": shares[:WORLD_SIZE]} if WORLD_SIZE > 1 else {}
+    options: dict[str, Any] = {"split": shares[:WORLD_SIZE]} if shares and WORLD_SIZE > 1 else {}
     fabric = launched(virtual_ranks=virtual_ranks, **options, **model.strategy)
     fabric.seed_everything(7 + 10 * (phase or 0), verbose=False)
     own = model.make()
@@ -126,7 +126,7 @@ def test_without_virtual_ranks_the_bits_differ(on_ranks: dict[int, Any]) -> None
 def test_a_run_continues_within_an_epoch_on_another_number_of_ranks(on_ranks: dict[int, Any], tmp_path: Path) -> None:
     name = "convolutions with batch normalisation"
     for phase, ranks in enumerate((3, 1, 2)):
-        found = run_on_ranks(ranks, {name: partial(train, name, phase=phase, shares=(2, 1, 1))}, tmp_path)
+        found = run_on_ranks(ranks, {name: partial(train, name, phase=phase, shares=())}, tmp_path)
         values_of(found, name)
     assert {*values_of(found, name)} == {*values_of(on_ranks[1], name)}
 
