@@ -321,7 +321,8 @@ class ResumableRng:
         self.loaders = list(loaders)
         if self._resumed is not None:
             if self._has_advanced:  # other code, such as a validation, may have drawn since `advance`
-                self._resumed = replace(self._resumed, now=self.capture())
+                now = {**self.capture(), "loaders": self._resumed.now["loaders"]}  # `advance` did not know the loaders
+                self._resumed = replace(self._resumed, now=now)
             self._restore(self._resumed.start)
             if self._has_advanced and not self._resumed.has_begun:
                 self._resumed = None

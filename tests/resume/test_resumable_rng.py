@@ -110,3 +110,14 @@ def test_a_record_between_epochs_restores_the_order_of_the_next():
     resumed = ResumableRng()
     resumed.resume(record)
     assert steps(resumed, loader, 0)[0] == following
+
+
+def test_generators_of_loaders_continue_if_a_loop_advances_before_its_loader_is_known():
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    loaders = [DataLoader(range(8), batch_size=2, shuffle=True, generator=one) for one in generators]
+    saved, resumed = ResumableRng(), ResumableRng()
+    list(itertools.islice(saved.iterate(loaders[0], loaders[:1], looks_ahead=False), 2))
+    resumed.resume(saved.record(2))
+    resumed.advance()
+    list(itertools.islice(resumed.iterate(loaders[1], loaders[1:], 2, looks_ahead=False), 3))
+    assert torch.equal(generators[1].get_state(), generators[0].get_state())
