@@ -100,6 +100,17 @@ class LoopWindow(AccumulationWindow):
         self._is_again = not (is_new or is_open or self.is_postponed or mark is None or is_dropped or mark.has_stepped)
         if self._is_again:
             return self._weigh_again(weight)
+        self._check_modules(is_open, modules)
+        if is_new or not is_open:
+            self._note_loaders([] if batch.has_given_weight else [one.weight or 0.0 for one in new])
+            self.add(weight)
+        self._ranks.update(active)
+        self._is_single = not (is_open or self.is_postponed)
+        factor = self.weigh(weight)
+        return factor * len(self._ranks) if self._is_sum and self._is_single else factor
+
+    def _check_modules(self, is_open: bool, modules: tuple[object, ...]) -> None:
+        """Note the modules whose synchronisation is postponed, the same in all passes of a window."""
         if not is_open:
             self._modules = modules
         elif modules not in ((), self._modules):
@@ -108,13 +119,6 @@ class LoopWindow(AccumulationWindow):
                 " synchronised yet, and the gradients of all modules are synchronised together. End the accumulation of"
                 " one module before that of the next begins, or name both modules each time."
             )
-        if is_new or not is_open:
-            self._note_loaders([] if batch.has_given_weight else [one.weight or 0.0 for one in new])
-            self.add(weight)
-        self._ranks.update(active)
-        self._is_single = not (is_open or self.is_postponed)
-        factor = self.weigh(weight)
-        return factor * len(self._ranks) if self._is_sum and self._is_single else factor
 
     def _note_loaders(self, weights: Sequence[float]) -> None:
         """Note the weights of the batches of a micro-batch, of which a rank has one weight."""

@@ -24,6 +24,7 @@ class LoopBatch:
     participation: Participation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/share_table.py`, if ranks share the batch
     number: int = 0  # of batches that the loader has given
+    loops: int = 0  # over parts of the batch
     is_new: bool = False  # since the last backward pass
     has_given_weight: bool = False  # by the user
     is_reweighted: bool = False  # by the user, since the last backward pass

@@ -198,7 +198,7 @@ class LoopStrategy(GatherMixin, GradientOptionsMixin, ConnectedMixin, FabricDDPS
             problem = error
         current.runs_ahead |= current.is_new
         current.has_skipped |= current.is_new and current.weight != weight
-        current.weight, current.problem = weight, problem
+        current.weight, current.problem, current.loops = weight, problem, 0
         current.is_new, current.has_given_weight, current.has_evaluated = True, False, False
 
     def end_batch(self, current: LoopBatch) -> None:

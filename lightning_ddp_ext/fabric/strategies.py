@@ -38,6 +38,10 @@ from lightning_ddp_ext.steps.virtual_ranks import (
 )
 
 _SHARES, _ENVIRONMENT = "shares", "environment"
+_AFTER_PARTS = (
+    "all_reduce", "all_gather", "broadcast", "barrier", "save_checkpoint", "clip_gradients_norm",
+    "clip_gradients_value", "optimizer_step"
+)  # fmt: skip
 
 
 class DDPCheckpointStrategy(LoopStrategy):
@@ -227,35 +231,42 @@ class BalancedDDPStrategy(LoopStrategy):
         Raises:
             RanksOutOfStepError: If a part has no backward pass or several, or if the last loop has ended early.
             UnsynchronizedGradientsError: If gradients are dropped between parts, or are not of `fabric.backward`.
-            UnsupportedFeatureError: If the batch is not of a loader that was set up, or of several.
+            UnsupportedFeatureError: If the batch is not the last one of a loader that was set up, or of several.
         """
         if self.virtual_ranks is None:
             yield batch
             return
         current, window, reducer = self._batches[-1], self._window, self._reducer
         assert isinstance(window, VirtualWindow)
-        if not isinstance(reducer, VirtualReducer) or current.shares is None or len(self._new_batches()) > 1:
+        shared: SharedBatch | None = current.shares
+        if (
+            not isinstance(reducer, VirtualReducer)
+            or shared is None
+            or shared.number < shared.table.first  # another loop over the loader has begun
+            or len(batch) != shared.sizes[self.global_rank] > 0
+            or len(self._new_batches()) > 1
+        ):
             raise UnsupportedFeatureError(
                 "`fabric.strategy.parts` needs a module of `fabric.setup`, and the batch that a loop over a loader of"
                 " `fabric.setup_dataloaders` has given last. Iterate over the parts of one loader before the next one"
                 " gives a batch."
             )
-        shared: SharedBatch = current.shares
+        current.loops += 1
         sampler, index = self._samplers[shared.table], shared.number - shared.table.first
         seeds, device = (*sampler.seeds(), index), self.root_device
         sizes = even_chunks(sampler.sizes[index], self.virtual_ranks)
         own = window.begin_batch(reducer, shared.sizes, sizes) or [-1]
         with ExitStack() as stack:
-            refuse_calls(stack, self, "all_reduce", "all_gather", "broadcast", "barrier", "save_checkpoint")
-            for part, one in zip(own, batch, strict=not self.is_shadow):
+            refuse_calls(stack, self, *_AFTER_PARTS)
+            for part, one in zip(own, batch, strict=False):
                 current.weight = self._weigh(one, sizes[part])
-                seed_process(*seeds, part, 1, device=device)  # the loader has used these numbers without the last one
+                seed_process(*seeds, part, current.loops, device=device)  # the loader has used the other numbers
                 window.begin_part(part, is_last=part == own[-1])
                 yield one
                 window.end_part(current.weight)
                 if part != own[-1]:
                     self.balancer.start()
-        seed_process(*seeds, self.virtual_ranks, 1, device=device)
+        seed_process(*seeds, self.virtual_ranks, current.loops, device=device)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -81,6 +81,8 @@ class VirtualWindow(LoopWindow):
                 f"rank {self._rank}: gradients were dropped between the parts of a batch. Call `zero_grad` before"
                 f" {_LOOP}."
             )
+        if self._is_last:
+            self._check_modules(self.length > 1, modules)
         reducer, weight = self._reducer, batch.weight or 0.0
         assert reducer is not None
         self._passes += 1

@@ -176,12 +176,12 @@ class VirtualStepDriver(StepDriver):
 
 
 def refuse_calls(cleanup: ExitStack, strategy: object, *names: str) -> None:
-    """Let methods of a strategy that communicate raise an error, while ranks run different numbers of parts."""
+    """Let methods of a strategy raise an error that ranks have to call equally often, in steps of virtual ranks."""
 
     def refuse(name: str, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedFeatureError(
-            f"`{name}` was called in the step of a virtual rank, of which ranks run different numbers, one after"
-            " another. Call it after the step, or leave `virtual_ranks` out."
+            f"`{name}` was called for one virtual rank, of which ranks run different numbers, one after another. Call"
+            " it once for the whole batch, or leave `virtual_ranks` out."
         )
 
     replace_attributes(cleanup, strategy, **{name: partial(refuse, name) for name in names})

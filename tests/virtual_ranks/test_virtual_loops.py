@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,10 @@ def use(loop: str) -> None:
         for part in fabric.strategy.parts(batch):
             if loop == "all-reduce":
                 fabric.all_reduce(part)
+            if loop == "clip":
+                fabric.clip_gradients(model, optimizer, clip_val=1.0)
+            if loop == "step":
+                optimizer.step()
             if loop == "zeros":
                 optimizer.zero_grad()
             loss = model(part).mean()
@@ -233,7 +237,9 @@ def use(loop: str) -> None:
 MISUSE = {
     "no loop over parts": (RanksOutOfStepError, r"`fabric.backward` is called outside of it\. Call it once in"),
     "local gradients": (UnsynchronizedGradientsError, "a batch begins with gradients that have not been synchronised"),
-    "all-reduce": (UnsupportedFeatureError, "`all_reduce` was called in the step of a virtual rank"),
+    "all-reduce": (UnsupportedFeatureError, "`all_reduce` was called for one virtual rank"),
+    "clip": (UnsupportedFeatureError, "`clip_gradients_value` was called for one virtual rank"),
+    "step": (UnsupportedFeatureError, "`optimizer_step` was called for one virtual rank"),
     "zeros": (UnsynchronizedGradientsError, r"gradients were dropped between the parts of a batch\. Call `zero_grad`"),
     "no backward": (RanksOutOfStepError, "virtual rank 0 has made no backward pass, for which other ranks wait"),
     "two passes": (RanksOutOfStepError, "`fabric.backward` is called again in the same part"),
@@ -265,6 +271,11 @@ def test_what_parts_do_not_support_is_refused() -> None:
         next(fabric.strategy.parts([torch.ones(1)]))
     with pytest.raises(UnsupportedFeatureError, match="an iterable dataset"):
         fabric.setup_dataloaders(DataLoader(Numbers(), batch_size=2))
+    for batch in loader:
+        for given, other in ((batch[1:], []), (batch, loader)):  # a part is missing; another loop over the loader
+            next(iter(other), None)
+            with pytest.raises(UnsupportedFeatureError, match="the batch that a loop over a loader"):
+                next(fabric.strategy.parts(given))
     with pytest.raises(UnsupportedFeatureError, match="does not support L-BFGS"):
         fabric.setup_optimizers(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="`virtual_ranks=4` and `cost` exclude each other"):
@@ -290,3 +301,31 @@ def test_a_rank_without_a_part_takes_part_in_the_step() -> None:
 def test_without_virtual_ranks_a_batch_is_its_only_part() -> None:
     fabric, *_, loader = prepare(virtual_ranks=None)
     assert [torch.equal(part, batch) for batch in loader for part in fabric.strategy.parts(batch)] == [True, True]
+
+
+def alternate() -> None:
+    """Accumulate gradients of two modules in turn, which are divided by the weights of both."""
+    fabric, model, _, loader = prepare()
+    other = fabric.setup(nn.Linear(1, 1))
+    for batch in loader:
+        for one in (model, other):
+            with fabric.no_backward_sync(one):
+                for part in fabric.strategy.parts(batch):
+                    fabric.backward(one(part).mean())
+
+
+@pytest.mark.ranks(1)
+def test_accumulation_of_two_modules_in_turn_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="names another module than in the last backward pass"):
+        alternate()
+
+
+@pytest.mark.ranks(1)
+def test_each_loop_over_the_parts_of_a_batch_draws_other_random_numbers() -> None:
+    fabric, model, _, loader = prepare(size=4)
+    drawn = []
+    for batch in loader:
+        for part in chain(fabric.strategy.parts(batch), fabric.strategy.parts(batch)):
+            drawn.append(float(torch.rand(())))
+            fabric.backward(model(part).mean())
+    assert len({*drawn}) == 2 * VIRTUAL
