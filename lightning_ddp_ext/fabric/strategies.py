@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
@@ -269,10 +268,13 @@ class BalancedDDPStrategy(LoopStrategy):
         seed_process(*seeds, self.virtual_ranks, current.loops, device=device)
 
     @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self.virtual_ranks is not None and isinstance(optimizer, LBFGS):
-            raise UnsupportedFeatureError("`virtual_ranks` does not support L-BFGS, which needs the loss of all parts.")
-        return super().setup_optimizer(optimizer)
+    def _loss_weight(self) -> float:
+        if self.virtual_ranks is not None:
+            raise UnsupportedFeatureError(
+                "`virtual_ranks` does not support steps that depend on the loss of a closure, such as those of L-BFGS,"
+                " as ranks know the losses of some parts. Call `step` without a closure, or let it return None."
+            )
+        return super()._loss_weight()
 
     @override
     def own_state(self) -> dict[str, Any]:
