@@ -174,17 +174,14 @@ class BalancedDDPStrategy(LoopStrategy):
         self.balancer.add(table)
         # Rank 0 decides, because ranks may have drawn different numbers before they set up this loader.
         seeds = broadcast_object(torch.initial_seed(), self.steps_group, 0), index
-
-        def seeds_of_epoch() -> tuple[int, ...]:
-            return *source.seeds, self._loaders[index].epochs_begun
-
-        source = SharedSource(
+        cut = partial(self._cut, table, lambda: (*source.seeds, self._loaders[index].epochs_begun))
+        source: SharedSource = SharedSource(
             self.steps_group,
             table,
             seeds,
             lambda _: [self._loaders[index].epochs_begun],
             self.batch_dim,
-            prepare=list if self.virtual_ranks is None else partial(self._cut, table, seeds_of_epoch),
+            prepare=list if self.virtual_ranks is None else cut,
         )
         return source
 

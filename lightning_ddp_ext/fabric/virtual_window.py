@@ -23,12 +23,12 @@ class VirtualWindow(LoopWindow):
     """
 
     is_of_parts = True
+    _reducer: VirtualReducer  # of the current batch
 
     def __init__(self, is_sum: bool) -> None:
         super().__init__(is_sum)
         super().begin()
         self.part: int | None = None  # the current one, until the end of the batch; -1 for a copy of one
-        self._reducer: VirtualReducer | None = None
         self._passes, self._is_last = 0, False  # of the current part
         self._unit = 1.0  # weight of a part whose loss has the factor 1
 
@@ -58,7 +58,6 @@ class VirtualWindow(LoopWindow):
 
     def begin_part(self, part: int, is_last: bool) -> None:
         """Begin a part."""
-        assert self._reducer is not None
         self.part, self._is_last, self._passes = part, is_last, 0
         self._set_mark(self._reducer.unsynchronized_parameters())
 
@@ -83,13 +82,12 @@ class VirtualWindow(LoopWindow):
             )
         if self._is_last:
             self._check_modules(self.length > 1, modules)
-        reducer, weight = self._reducer, batch.weight or 0.0
-        assert reducer is not None
+        weight = batch.weight or 0.0
         self._passes += 1
         self.total += weight
-        reducer.continues, self.is_postponed = self.is_postponed, not self._is_last
+        self._reducer.continues, self.is_postponed = self.is_postponed, not self._is_last
         if self._is_last and self.part >= 0:
-            reducer.end_part(self.part, weight)  # which notes the weight, before ranks exchange it
+            self._reducer.end_part(self.part, weight)  # which notes the weight, before ranks exchange it
         factor = weight / self._unit
         self.skips_pass = not factor
         return factor
@@ -100,7 +98,6 @@ class VirtualWindow(LoopWindow):
 
     @override
     def end_pass(self, reducer: GradientReducer, modules: Iterable[nn.Module]) -> None:
-        assert self._reducer is not None
         self.is_postponed, self._mark = self._reducer.continues, None
         if self._is_last and self.is_postponed:
             self._set_mark(parameter for module in modules for parameter in module.parameters())
@@ -109,7 +106,7 @@ class VirtualWindow(LoopWindow):
 
     def end_part(self, weight: float) -> None:
         """End a part, with its batch if it is the last one."""
-        assert self._reducer is not None and self.part is not None  # noqa: PT018  as `begin_part` came before
+        assert self.part is not None  # as `begin_part` came before
         if not self._passes:
             raise RanksOutOfStepError(
                 f"rank {self._rank}: virtual rank {self.part} has made no backward pass, for which other ranks wait."
