@@ -143,7 +143,7 @@ class BalancedDDPStrategy(LoopStrategy):
         self._tables: list[ShareTable] = []
         self._samplers: dict[ShareTable, PartSampler] = {}  # of loaders that are cut into parts
         if virtual_ranks is not None:
-            self.reducer_type = partial(VirtualReducer, virtual_ranks)
+            self.reducer_type = partial(VirtualReducer, virtual_ranks, keeps_older=True)
             self._window = VirtualWindow(self._weight_rule.is_sum)
 
     @override

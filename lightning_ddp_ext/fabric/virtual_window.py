@@ -54,7 +54,7 @@ class VirtualWindow(LoopWindow):
             self._unit, self.length = 1.0 if self._is_sum else float(sum(sizes)), 0
         self.length, self.total = self.length + 1, 0.0
         unit = 1.0 if self._is_sum else self._unit * self.length  # the user has divided each loss by the length
-        return reducer.begin(numbers, sizes, is_first, unit, self._is_sum, keeps_older=True)
+        return reducer.begin(numbers, sizes, is_first, unit, self._is_sum)
 
     def begin_part(self, part: int, is_last: bool) -> None:
         """Begin a part."""

@@ -224,13 +224,14 @@ class VirtualReducer(GradientReducer):
 
     A batch begins with `begin`; `end_part` follows each backward pass but the last, which runs in `synchronize`. Each
     batch of an accumulation window is synchronised, because ranks may divide it in another way than the one before.
-    `continues` is True if the window continues after the current batch.
+    `continues` is True if the window continues after the current batch. With `keeps_older`, the gradient of a window is
+    added to the gradients from before its first batch.
     """
 
     buffers: VirtualBuffers
     _transport: TreeTransport
 
-    def __init__(self, virtual_ranks: int, module: nn.Module, **options: Any) -> None:
+    def __init__(self, virtual_ranks: int, module: nn.Module, keeps_older: bool = False, **options: Any) -> None:
         super().__init__(module, **options)
         if self._sparse.members:
             raise UnsupportedFeatureError(_SPARSE)
@@ -248,7 +249,7 @@ class VirtualReducer(GradientReducer):
         self._carried: Values = {}  # the sums of the earlier batches in this window
         self._older: Values = {}  # gradients of earlier windows
         self._window = 0.0  # weight of these
-        self._unit, self._is_sum, self.continues = 1.0, False, False
+        self._unit, self._is_sum, self.continues, self.keeps_older = 1.0, False, False, keeps_older
 
     @override
     def _make_transport(self, *_: Any) -> TreeTransport:
@@ -265,26 +266,17 @@ class VirtualReducer(GradientReducer):
         # The state of another reducer has other factors, and counts of gradients for which a bucket would not wait.
         return digest([super()._setup(), "virtual ranks"])
 
-    def begin(
-        self,
-        numbers: Sequence[int],
-        sizes: Sequence[int],
-        is_first: bool,
-        unit: float,
-        is_sum: bool,
-        keeps_older: bool = False,
-    ) -> range:
+    def begin(self, numbers: Sequence[int], sizes: Sequence[int], is_first: bool, unit: float, is_sum: bool) -> range:
         """Begin a batch with parts of these sizes, of which ranks compute these numbers; return those of this rank.
 
-        The sum of a window is multiplied by its last `unit`, and divided by its weight unless it `is_sum`. It is added
-        to the gradients before its first batch if it `keeps_older`.
+        The sum of a window is multiplied by its last `unit`, and divided by its weight unless it `is_sum`.
         """
         self.defer_hooks()
         self._tree.begin(numbers, sizes)
         self._unit, self._is_sum = unit, is_sum
         self._carried = self._take()
         if is_first:
-            self._older, self._carried, self._window = self._carried if keeps_older else {}, {}, 0.0
+            self._older, self._carried, self._window = self._carried if self.keeps_older else {}, {}, 0.0
         self._transport.sums = NodeSums()
         for field in self._of_parts:
             field.value = 0.0
