@@ -126,10 +126,15 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
             f"port {port} of node {node_name()} cannot be listened on, {address or 'any address'}, rank 0:"
             f" {os.strerror(error.errno or 0)}. Choose another port for rank 0{other}."
         ) from error
-    chosen = int(listening.getsockname()[1])
-    spare_port(chosen)
+    return serve_socket(listening, address, world_size, timeout)
+
+
+def serve_socket(listening: socket.socket, address: str | None, world_size: int, timeout: timedelta) -> OpenStore:
+    """Create a store on a socket that listens on an address, or on all for None; its thread answers from now on."""
+    port = int(listening.getsockname()[1])
+    spare_port(port)
     store = dist.TCPStore(
-        address or loopback_address(), chosen, world_size, is_master=True, timeout=timeout,
+        address or loopback_address(), port, world_size, is_master=True, timeout=timeout,
         wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=_LIBUV_LISTENS,
     )  # fmt: skip
     return OpenStore(store, address, everywhere=address is None)

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.stores import serve_store
+from lightning_ddp_ext.distributed.network import listen
+from lightning_ddp_ext.distributed.stores import serve_socket
 from lightning_ddp_ext.errors import ImpossibleError, OtherRankError, describe_error
 from lightning_ddp_ext.verification.operations import FORKING, Line, is_own_file
 
@@ -81,9 +82,8 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
         variables = {}
         if are_ranks:
             # As torchrun's agent does. It listens on a port that is free, without a moment in which another takes it.
-            store: Any = serve_store("127.0.0.1", 0, len(functions), DEFAULT_TIMEOUT).store
-            stack.callback(lambda: store)  # until the end
-            variables = launch_variables(len(functions), store.port)
+            listening = stack.enter_context(listen("127.0.0.1", 0))
+            variables = launch_variables(len(functions), listening.getsockname()[1])
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in functions]
         pipes: list[Connection] = []
         processes: list[Any] = []
@@ -96,6 +96,10 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
             stack.callback(_end, processes[-1], ours)
             theirs.close()
             pipes.append(ours)
+        if are_ranks:
+            # Its thread starts after the forks, which would keep a lock of the C library that it holds meanwhile.
+            store = serve_socket(listening, "127.0.0.1", len(functions), DEFAULT_TIMEOUT)
+            stack.callback(lambda: store)  # until the end
         while len(results) + len(failures) < len(pipes):
             ended = {*results, *(one.place for one in failures)}
             open_ = {pipe: place for place, pipe in enumerate(pipes) if place not in ended}
@@ -126,6 +130,8 @@ def launch_variables(ranks: int, port: int) -> dict[str, str]:
     return {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0",
         "TORCHELASTIC_USE_AGENT_STORE": str(port > 0),
+        # torch asks the name server for the name of each address, and waits for 10 s if it does not answer.
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }  # fmt: skip
 
 

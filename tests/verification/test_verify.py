@@ -1,6 +1,7 @@
 """`verify` names the line at which several devices train something else than one, and no line of healthy modules."""
 
 import inspect
+import multiprocessing
 import os
 import random
 import signal
@@ -419,6 +420,19 @@ def connect():
 def test_the_port_of_ranks_is_open_before_they_start_on_this_machine_only():
     found = processes.run_forked([connect] * 2, time.monotonic() + 20, are_ranks=True)
     assert found == [["0", "2", ["127.0.0.1"]], ["1", "2", ["127.0.0.1"]]]
+
+
+def test_the_store_of_ranks_answers_only_after_all_forks(monkeypatch):
+    """A fork in the moment in which the thread of a store asks a name server would wait forever."""
+    started, serve = [], processes.serve_socket
+
+    def serve_noting(*arguments):
+        started.append(len(multiprocessing.active_children()))
+        return serve(*arguments)
+
+    monkeypatch.setattr(processes, "serve_socket", serve_noting)
+    processes.run_forked([connect] * 3, time.monotonic() + 60, are_ranks=True)
+    assert started == [3]
 
 
 def wait_for(other):
