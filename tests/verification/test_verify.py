@@ -422,6 +422,10 @@ def test_the_port_of_ranks_is_open_before_they_start_on_this_machine_only():
     assert found == [["0", "2", ["127.0.0.1"]], ["1", "2", ["127.0.0.1"]]]
 
 
+def ask_the_store():
+    dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False).set("key", "")
+
+
 def test_the_store_of_ranks_answers_only_after_all_forks(monkeypatch):
     """A fork in the moment in which the thread of a store asks a name server would wait forever."""
     started, serve = [], processes.serve_socket
@@ -431,7 +435,7 @@ def test_the_store_of_ranks_answers_only_after_all_forks(monkeypatch):
         return serve(*arguments)
 
     monkeypatch.setattr(processes, "serve_socket", serve_noting)
-    processes.run_forked([connect] * 3, time.monotonic() + 60, are_ranks=True)
+    processes.run_forked([ask_the_store] * 3, time.monotonic() + 60, are_ranks=True)
     assert started == [3]
 
 
