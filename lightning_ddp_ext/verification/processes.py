@@ -1,12 +1,14 @@
 """Functions that run in forks of this process, which they cannot change, within a time limit."""
 
 import faulthandler
+import gc
 import os
 import pickle
 import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -98,8 +100,8 @@ def run_forked(functions: Sequence[Callable[[], Any]], deadline: float, are_rank
             pipes.append(ours)
         if are_ranks:
             # Its thread starts after the forks, which would keep a lock of the C library that it holds meanwhile.
-            store = serve_socket(listening, "127.0.0.1", len(functions), DEFAULT_TIMEOUT)
-            stack.callback(lambda: store)  # until the end
+            stores = [serve_socket(listening, "127.0.0.1", len(functions), DEFAULT_TIMEOUT)]
+            stack.callback(stores.clear)  # at the end, also if an error keeps this frame
         while len(results) + len(failures) < len(pipes):
             ended = {*results, *(one.place for one in failures)}
             open_ = {pipe: place for place, pipe in enumerate(pipes) if place not in ended}
@@ -188,6 +190,16 @@ def _find_waiting(outputs: dict[int, str], pids: Sequence[int]) -> TooLateError:
     return TooLateError(place, next((one for one in stack if is_own_file(one.file)), None), communicates)
 
 
+def write_stacks_in(seconds: float) -> None:
+    """Write the stacks of all threads to standard error after `seconds`, from a thread that holds the GIL.
+
+    `faulthandler.dump_traceback_later` does not hold it, and can end a process that computes in Python with SIGSEGV.
+    """
+    timer = threading.Timer(seconds, faulthandler.dump_traceback, kwargs={"file": 2})
+    timer.daemon = True
+    timer.start()
+
+
 def note_time(error: BaseException) -> None:
     """Note when an error was raised, before the clean-up that lets other processes fail."""
     error.__dict__.setdefault(_RAISED, time.monotonic())
@@ -196,6 +208,7 @@ def note_time(error: BaseException) -> None:
 def _run(
     function: Callable[[], Any], pipe: Connection, output: int, deadline: float, variables: dict[str, str]
 ) -> None:
+    gc.freeze()  # or garbage of the parent is collected here: a store would end the process, as its thread is not here
     os.setpgid(0, 0)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -203,7 +216,7 @@ def _run(
     os.dup2(output, 2)
     os.environ.update(variables)
     faulthandler.enable(file=2)  # gloo aborts the process of a rank whose peer has ended
-    faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic() - _REPORT), file=2)
+    write_stacks_in(max(0.1, deadline - time.monotonic() - _REPORT))
     warnings.simplefilter("ignore")  # for warnings that are errors in this process
     torch.set_num_threads(1)  # since threads of OpenMP do not survive a fork
     os.environ["OMP_NUM_THREADS"] = "1"  # which keeps Lightning from setting another number

@@ -1,5 +1,6 @@
 """`verify` names the line at which several devices train something else than one, and no line of healthy modules."""
 
+import gc
 import inspect
 import multiprocessing
 import os
@@ -458,6 +459,43 @@ def test_a_rank_that_waits_for_one_that_computes_is_no_deadlock(other, is_deadlo
         processes.run_forked([partial(wait_for, other)] * 2, time.monotonic() + 6, are_ranks=True)
     assert caught.value.is_deadlock == is_deadlock
     assert str(caught.value.line).endswith("  # waits")
+
+
+def call_deeply(depth):
+    return depth and call_deeply(depth - 1) + sum(number for number in range(3))
+
+
+def compute_while_stacks_are_written(number):
+    for _ in range(number):
+        processes.write_stacks_in(0.001)
+        end = time.monotonic() + 0.003
+        while time.monotonic() < end:
+            for depth in (3, 17, 60, 5):
+                call_deeply(depth)
+    return "computed"
+
+
+def test_a_process_that_computes_survives_that_its_stacks_are_written():
+    function = partial(compute_while_stacks_are_written, 1000)
+    assert processes.run_forked([function], time.monotonic() + 60) == ["computed"]
+
+
+def collect_garbage():
+    gc.collect()
+    return "collected"
+
+
+def test_a_fork_does_not_collect_garbage_of_its_parent():
+    """The destructor of a store waits for a thread that a fork does not have, which ends the process."""
+    gc.collect()
+    gc.disable()
+    try:
+        cycle = [dist.TCPStore("127.0.0.1", 0, 1, is_master=True)]
+        cycle.append(cycle)
+        del cycle
+        assert processes.run_forked([collect_garbage], time.monotonic() + 60) == ["collected"]
+    finally:
+        gc.enable()
 
 
 class Slow(Module):
