@@ -199,6 +199,8 @@ class BalancedDDPStrategy(LoopStrategy):
             table.avoids_single_samples = any(map(refuses_single_samples, self.modules))
         with self.balancer.interrupted(), super().iterating() as current:
             yield current
+        if isinstance(self._window, VirtualWindow) and self._window.batch is current:
+            self._window.check_has_ended()
 
     @override
     def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
@@ -227,31 +229,26 @@ class BalancedDDPStrategy(LoopStrategy):
         Raises:
             RanksOutOfStepError: If a part has no backward pass or several, or if the last loop has ended early.
             UnsynchronizedGradientsError: If gradients are dropped between parts, or are not of `fabric.backward`.
-            UnsupportedFeatureError: If the batch is not the last one of a loader that was set up, or of several.
+            UnsupportedFeatureError: If the batch is not the last one of a loader that was set up, or of several, or if
+                `batch_weight` is set before the loop.
         """
         if self.virtual_ranks is None:
             yield batch
             return
         current, window, reducer = self._batches[-1], self._window, self._reducer
         assert isinstance(window, VirtualWindow)
-        shared: SharedBatch | None = current.shares
-        if (
-            not isinstance(reducer, VirtualReducer)
-            or shared is None
-            or shared.number < shared.table.first  # another loop over the loader has begun
-            or len(batch) != shared.sizes[self.global_rank] > 0
-            or len(self._new_batches()) > 1
-        ):
+        shared = self._find_shares(current, batch)
+        if current.has_given_weight:
             raise UnsupportedFeatureError(
-                "`fabric.strategy.parts` needs a module of `fabric.setup`, and the batch that a loop over a loader of"
-                " `fabric.setup_dataloaders` has given last. Iterate over the parts of one loader before the next one"
-                " gives a batch."
+                "`fabric.strategy.batch_weight` was set outside of the loop over the parts of the batch, each of which"
+                " has a weight of its own. Set it in this loop, before `fabric.backward`."
             )
+        assert isinstance(reducer, VirtualReducer)
         current.loops += 1
         sampler, index = self._samplers[shared.table], shared.number - shared.table.first
         seeds, device = (*sampler.seeds(), index), self.root_device
         sizes = even_chunks(sampler.sizes[index], self.virtual_ranks)
-        own = window.begin_batch(reducer, shared.sizes, sizes) or [-1]
+        own = window.begin_batch(current, reducer, shared.sizes, sizes) or [-1]
         with ExitStack() as stack:
             refuse_calls(stack, self, *_AFTER_PARTS)
             for part, one in zip(own, batch, strict=False):
@@ -262,7 +259,25 @@ class BalancedDDPStrategy(LoopStrategy):
                 window.end_part(current.weight)
                 if part != own[-1]:
                     self.balancer.start()
+        current.has_given_weight = False
         seed_process(*seeds, self.virtual_ranks, current.loops, device=device)
+
+    def _find_shares(self, current: LoopBatch, batch: Sequence[Any]) -> SharedBatch:
+        """Return the shares of a batch of parts, if the only loop at a new batch has given it last."""
+        shared: SharedBatch | None = current.shares
+        if (
+            self._reducer is None
+            or shared is None
+            or shared.number < shared.table.first  # another loop over the loader has begun
+            or len(batch) != shared.sizes[self.global_rank] > 0
+            or len(self._new_batches()) > 1
+        ):
+            raise UnsupportedFeatureError(
+                "`fabric.strategy.parts` needs a module of `fabric.setup`, and the batch that a loop over a loader of"
+                " `fabric.setup_dataloaders` has given last. Iterate over the parts of one loader before the next one"
+                " gives a batch."
+            )
+        return shared
 
     @override
     def _loss_weight(self) -> float:

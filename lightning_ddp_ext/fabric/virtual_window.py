@@ -28,6 +28,7 @@ class VirtualWindow(LoopWindow):
     def __init__(self, is_sum: bool) -> None:
         super().__init__(is_sum)
         super().begin()
+        self.batch: LoopBatch | None = None  # the current one, or the last
         self.part: int | None = None  # the current one, until the end of the batch; -1 for a copy of one
         self._passes, self._is_last = 0, False  # of the current part
         self._unit = 1.0  # weight of a part whose loss has the factor 1
@@ -36,19 +37,25 @@ class VirtualWindow(LoopWindow):
     def begin(self) -> None:
         """Do nothing at a synchronisation, after which the window may continue."""
 
-    def begin_batch(self, reducer: VirtualReducer, numbers: Sequence[int], sizes: Sequence[int]) -> range:
-        """Begin a batch with parts of these sizes, of which ranks compute these numbers; return those of this rank."""
+    def check_has_ended(self) -> None:
+        """Check that the loop over the parts of the last batch has come to its end."""
         if self.part is not None:
             raise RanksOutOfStepError(
                 f"rank {self._rank}: a loop over `fabric.strategy.parts` has ended before its last part, in which ranks"
                 " synchronise gradients. Leave out `break`."
             )
+
+    def begin_batch(
+        self, batch: LoopBatch, reducer: VirtualReducer, numbers: Sequence[int], sizes: Sequence[int]
+    ) -> range:
+        """Begin a batch with parts of these sizes, of which ranks compute these numbers; return those of this rank."""
+        self.check_has_ended()
         if reducer.unsynchronized_parameters():
             raise UnsynchronizedGradientsError(
                 f"rank {self._rank}: a batch begins with gradients that have not been synchronised with the other"
                 f" ranks. Call `fabric.backward` in {_LOOP} instead of `loss.backward`."
             )
-        self._reducer = reducer
+        self.batch, self._reducer = batch, reducer
         is_dropped = self._mark is not None and self._mark.lift()
         if is_first := is_dropped or not self.length:
             self._unit, self.length = 1.0 if self._is_sum else float(sum(sizes)), 0
@@ -108,8 +115,9 @@ class VirtualWindow(LoopWindow):
         """End a part, with its batch if it is the last one."""
         assert self.part is not None  # as `begin_part` came before
         if not self._passes:
+            name = f"virtual rank {self.part}" if self.part >= 0 else "the copy of a part"
             raise RanksOutOfStepError(
-                f"rank {self._rank}: virtual rank {self.part} has made no backward pass, for which other ranks wait."
+                f"rank {self._rank}: {name} has made no backward pass, for which other ranks wait."
                 " Call `fabric.backward` in each part, such as of `0 * loss`; to evaluate, iterate over the batch."
             )
         if self._is_last:

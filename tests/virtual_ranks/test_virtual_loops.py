@@ -211,7 +211,9 @@ def prepare(size: int = 8, **options: Any) -> tuple[Any, ...]:
 
 def use(loop: str) -> None:
     fabric, model, optimizer, loader = prepare()
-    for batch in loader:
+    for number, batch in enumerate(loader):
+        if loop == "early weight":
+            fabric.strategy.batch_weight = 2.0
         if loop == "no loop over parts":
             fabric.backward(model(batch[0]).mean())
         if loop == "local gradients":
@@ -230,7 +232,7 @@ def use(loop: str) -> None:
                 fabric.backward(loss, **({"retain_graph": True} if loop == "two passes" else {}))
             if loop == "two passes":
                 fabric.backward(loss)
-            if loop == "break":
+            if loop == "break" or (loop == "last break" and number == len(loader) - 1):
                 break
 
 
@@ -244,6 +246,8 @@ MISUSE = {
     "no backward": (RanksOutOfStepError, "virtual rank 0 has made no backward pass, for which other ranks wait"),
     "two passes": (RanksOutOfStepError, "`fabric.backward` is called again in the same part"),
     "break": (RanksOutOfStepError, r"a loop over `fabric.strategy.parts` has ended before its last part.*`break`"),
+    "last break": (RanksOutOfStepError, "a loop over `fabric.strategy.parts` has ended before its last part"),
+    "early weight": (UnsupportedFeatureError, "`fabric.strategy.batch_weight` was set outside of the loop over the"),
 }
 
 
@@ -318,6 +322,19 @@ def alternate() -> None:
 def test_accumulation_of_two_modules_in_turn_is_refused() -> None:
     with pytest.raises(UnsupportedFeatureError, match="names another module than in the last backward pass"):
         alternate()
+
+
+@pytest.mark.ranks(1)
+def test_weights_are_set_in_each_loop_over_parts() -> None:
+    """A loop over another loader may end in between."""
+    fabric, model, _, loader = prepare(size=4)
+    other = fabric.setup_dataloaders(DataLoader(torch.ones(8, 1), batch_size=4))
+    for batch in loader:
+        for part in chain(fabric.strategy.parts(batch), fabric.strategy.parts(batch)):
+            assert len([*other]) == 2
+            fabric.strategy.batch_weight = 3.0
+            fabric.backward(model(part).mean())
+    assert float(model.bias.grad) == 2.0
 
 
 @pytest.mark.ranks(1)
