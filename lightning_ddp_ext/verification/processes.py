@@ -194,6 +194,7 @@ def write_stacks_in(seconds: float) -> None:
     """Write the stacks of all threads to standard error after `seconds`, from a thread that holds the GIL.
 
     `faulthandler.dump_traceback_later` does not hold it, and can end a process that computes in Python with SIGSEGV.
+    Nothing is written while a call of a C extension keeps the GIL; the error then names no line.
     """
     timer = threading.Timer(seconds, faulthandler.dump_traceback, kwargs={"file": 2})
     timer.daemon = True

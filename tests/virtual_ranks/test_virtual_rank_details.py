@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
@@ -22,7 +24,15 @@ from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.consistency import hash_training_state
 from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 from lightning_ddp_ext.reducer.buckets import GradientBucket
-from lightning_ddp_ext.reducer.virtual_reducer import Node, NodeSums, TreeTransport, Values, VirtualReducer, nodes_of
+from lightning_ddp_ext.reducer.virtual_reducer import (
+    Node,
+    NodeSums,
+    TreeSum,
+    TreeTransport,
+    Values,
+    VirtualReducer,
+    nodes_of,
+)
 from lightning_ddp_ext.shares.parts import PartSampler
 from lightning_ddp_ext.steps.balancer import ShareBalancer
 from tests.strategies.toolkit import WORLD_SIZE, Adversaries, Momentum, fit, run_on_ranks, samples, trainer, values_of
@@ -40,19 +50,19 @@ pytestmark = pytest.mark.timeout(600)
 def test_ranks_add_the_largest_nodes_of_their_parts_whatever_the_cuts(parts: int) -> None:
     values = torch.randn(parts, generator=torch.Generator().manual_seed(parts)) * 10.0 ** torch.arange(parts)
 
-    def sums_of(first: int, end: int) -> list[tuple[Node, Values]]:
+    def sums_between(first: int, end: int) -> list[tuple[Node, Values]]:
         sums = NodeSums()
         for part in range(first, end):
             sums.push((part, 1), {0: values[part].clone()})
         return sums.entries
 
-    whole = {node: of_node[0] for node, of_node in sums_of(0, parts)}
+    whole = {node: of_node[0] for node, of_node in sums_between(0, parts)}
     assert [size for _, size in whole] == [1 << bit for bit in reversed(range(4)) if parts >> bit & 1]
     for first, end in combinations(range(parts + 1), 2):
-        assert [node for node, _ in sums_of(first, end)] == nodes_of(range(first, end))
-        for (start, size), of_node in sums_of(first, end):
+        assert [node for node, _ in sums_between(first, end)] == nodes_of(range(first, end))
+        for (start, size), of_node in sums_between(first, end):
             assert start % size == 0
-            ((_, alone),) = sums_of(start, start + size)
+            ((_, alone),) = sums_between(start, start + size)
             assert torch.equal(of_node[0], alone[0])  # does not depend on the other parts of the rank
 
 
@@ -67,6 +77,38 @@ def test_a_sum_with_a_missing_gradient_keeps_the_sign_of_a_zero() -> None:
     bucket.pack_all(1.0)
     assert (bucket.buffer() + values[0]).tolist() == values[0].tolist() == [0.0, 1.0]
     assert (bucket.buffer() + values[0]).signbit().tolist() == [True, False]
+
+
+def sums_of(values: torch.Tensor, run: range) -> list[torch.Tensor]:
+    sums = NodeSums()
+    for part in run:
+        sums.push((part, 1), {0: values[part].clone()})
+    return [of_node[0] for _, of_node in sums.entries]
+
+
+DIVISIONS = {2: [(4, 4), (3, 5), (8, 0), (2, 6), (0, 8), (7, 1)], 3: [(3, 3, 2), (4, 2, 2), (0, 7, 1)]}
+
+
+def sum_with_every_division(_: str) -> list[tuple[bool, int]]:
+    dist.init_process_group("gloo")
+    values = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(8)[:, None]
+    (expected,) = sums_of(values, range(8))
+    tree, found = TreeSum(dist.group.WORLD), []
+    for numbers in DIVISIONS[dist.get_world_size()]:
+        tree.begin(numbers, [1] * 8)
+        result = torch.zeros(12)
+        with patch.object(dist, "all_gather", wraps=dist.all_gather) as second_message:
+            tree.send(sums_of(values, tree.run), result)()
+        found.append((torch.equal(result, expected), second_message.call_count))
+    return found
+
+
+@pytest.mark.parametrize("ranks", DIVISIONS)
+def test_every_division_of_the_parts_gives_the_bits_of_one_rank(ranks: int) -> None:
+    """Two ranks with one node each send one message, others two."""
+    expected = [(True, int(numbers != (4, 4))) for numbers in DIVISIONS[ranks]]
+    found = run_on_ranks(ranks, [sum_with_every_division])
+    assert values_of(found, sum_with_every_division) == [expected] * ranks
 
 
 # ---------------------------------------------------------------- training
