@@ -22,6 +22,7 @@ from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds for what takes less than one
+_JOBS = 9000  # numbers of jobs with other ports
 _SYSTEM = os.pathsep.join(("/usr/sbin", "/sbin"))
 _TOOLS = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge", "sbatch": "slurm-client", "srun": "slurm-client",
@@ -32,9 +33,11 @@ _ENDED = {
 }  # fmt: skip
 
 # Nothing listens on other addresses than those of the loopback interface, and nothing is kept for accounting. A job
-# that is put into the queue again starts after `cred_expire` seconds.
+# that is put into the queue again starts after `cred_expire` seconds. Ranks meet at a port that follows from the number
+# of their job, so that jobs of two clusters on this machine have other numbers.
 _CONFIGURATION = """\
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
@@ -55,7 +58,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 ReturnToService=2
 SlurmctldTimeout=10
-SlurmdTimeout=10
+SlurmdTimeout=300
 SlurmdParameters=config_overrides
 KillWait=3
 PropagateResourceLimits=NONE
@@ -111,7 +114,10 @@ class SlurmCluster:
 
     def _configure(self):
         ports = [free_port() for _ in range(3)]
-        text = _CONFIGURATION.format(folder=self.folder, ports=ports, host=socket.gethostname().partition(".")[0])
+        text = _CONFIGURATION.format(
+            folder=self.folder, ports=ports, host=socket.gethostname().partition(".")[0],
+            first_job=1 + secrets.randbelow(_JOBS),
+        )  # fmt: skip
         for name in ("state", "spool-node1", "spool-node2"):
             (self.folder / name).mkdir()
         self.folder.chmod(0o755)  # munge asks for this of the folder of its socket
@@ -138,12 +144,27 @@ class SlurmCluster:
 
     def call(self, *command, cwd=None, limit=LIMIT, expected=0, **environment):
         """Run a command with SLURM in its environment, and return what it printed."""
-        done = subprocess.run(
-            command, cwd=cwd, env={**self.environment, **environment}, capture_output=True, text=True, timeout=limit,
-            check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, cwd=cwd, env={**self.environment, **environment}, capture_output=True, text=True,
+                timeout=limit, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{command}: no end after {limit:g} s\n{self._report(cwd)}\n{late.stderr}") from late
         assert expected is None or done.returncode == expected, f"{command}: {done.returncode}\n{done.stderr}"
         return done.stdout if expected is not None else done
+
+    def _report(self, cwd):
+        """What SLURM says about its nodes and jobs, and the last lines of the jobs and of the daemons."""
+        commands = [["scontrol", "--oneliner", "show", kind] for kind in ("nodes", "jobs", "steps")]
+        shown = [
+            subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, timeout=LIMIT, check=False
+            ).stdout
+            for command in commands
+        ]
+        paths = [*self.folder.glob("slurm*.log"), *(() if cwd is None else Path(cwd).glob("**/*_log.*"))]
+        return "\n".join([*shown, *(f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(paths))])
 
     def submit(self, *arguments, cwd):
         """Submit a job in a folder and return its number."""
