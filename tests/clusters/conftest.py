@@ -150,21 +150,22 @@ class SlurmCluster:
                 timeout=limit, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"{command}: no end after {limit:g} s\n{self._report(cwd)}\n{late.stderr}") from late
+            raise AssertionError(f"{command}: no end after {limit:g} s\n{late.stderr}\n{self._report(cwd)}") from late
         assert expected is None or done.returncode == expected, f"{command}: {done.returncode}\n{done.stderr}"
         return done.stdout if expected is not None else done
 
     def _report(self, cwd):
-        """What SLURM says about its nodes and jobs, and the last lines of the jobs and of the daemons."""
-        commands = [["scontrol", "--oneliner", "show", kind] for kind in ("nodes", "jobs", "steps")]
+        """The last lines of the daemons and of the jobs, and what SLURM says about its nodes and jobs."""
         shown = [
             subprocess.run(
-                command, env=self.environment, capture_output=True, text=True, timeout=LIMIT, check=False
+                ["scontrol", "--oneliner", "show", kind], env=self.environment, capture_output=True, text=True,
+                timeout=LIMIT, check=False,
             ).stdout
-            for command in commands
-        ]
+            for kind in ("nodes", "steps", "jobs")
+        ]  # fmt: skip
         paths = [*self.folder.glob("slurm*.log"), *(() if cwd is None else Path(cwd).glob("**/*_log.*"))]
-        return "\n".join([*shown, *(f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(paths))])
+        tails = (f"{path}:\n{path.read_text(errors='replace')[-1000:]}" for path in sorted(paths))
+        return "\n".join([*tails, *shown])
 
     def submit(self, *arguments, cwd):
         """Submit a job in a folder and return its number."""
