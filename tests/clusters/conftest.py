@@ -150,22 +150,23 @@ class SlurmCluster:
                 timeout=limit, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"{command}: no end after {limit:g} s\n{late.stderr}\n{self._report(cwd)}") from late
+            report = self._report(sorted(Path(cwd or self.folder).glob("**/*_log.*")))
+            raise AssertionError(f"{command}: no end after {limit:g} s\n{late.stderr}\n{report}") from late
         assert expected is None or done.returncode == expected, f"{command}: {done.returncode}\n{done.stderr}"
         return done.stdout if expected is not None else done
 
-    def _report(self, cwd):
-        """The last lines of the daemons and of the jobs, and what SLURM says about its nodes and jobs."""
-        shown = [
+    def _report(self, outputs):
+        """The last lines of the daemons and of these files, and the states of nodes and jobs."""
+        columns = "JobArrayID,State,Reason,exit_code,TimeUsed,NodeList"
+        states = [
             subprocess.run(
-                ["scontrol", "--oneliner", "show", kind], env=self.environment, capture_output=True, text=True,
-                timeout=LIMIT, check=False,
+                command, env=self.environment, capture_output=True, text=True, timeout=LIMIT, check=False
             ).stdout
-            for kind in ("nodes", "steps", "jobs")
-        ]  # fmt: skip
-        paths = [*self.folder.glob("slurm*.log"), *(() if cwd is None else Path(cwd).glob("**/*_log.*"))]
-        tails = (f"{path}:\n{path.read_text(errors='replace')[-1000:]}" for path in sorted(paths))
-        return "\n".join([*tails, *shown])
+            for command in (["sinfo", "--format=%N %T %E"], ["squeue", "--states=all", f"--Format={columns}"])
+        ]
+        paths = [*sorted(self.folder.glob("slurm*.log")), *outputs]  # the last ones are the last to be cut off
+        tails = (f"{path}:\n{path.read_text(errors='replace')[-600:]}" for path in paths)
+        return "\n".join([*tails, *states])
 
     def submit(self, *arguments, cwd):
         """Submit a job in a folder and return its number."""
@@ -181,8 +182,9 @@ class SlurmCluster:
         deadline = time.monotonic() + limit
         while (state := self.show(job)["JobState"]) not in _ENDED:
             if time.monotonic() > deadline:
+                report = self._report([])
                 self.cancel_all()
-                raise AssertionError(f"job {job}, {self.show(job)}, after {limit:g} s: {self.output(job)[-4000:]}")
+                raise AssertionError(f"job {job}: no end after {limit:g} s\n{report}\n{self.output(job)[-4000:]}")
             time.sleep(0.2)
         return state
 
